@@ -1,0 +1,1 @@
+"""Scores -> loss per anchor. One file, one objective."""

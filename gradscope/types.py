@@ -1,0 +1,110 @@
+"""The nouns of gradscope, with their shapes.
+
+Shape letters, used in every file:
+    B  rows of a batch            N, M  rows and columns of a score matrix (N = M = width on one process)
+    D  joint embedding width      L     text tokens             P  image patches           W  hidden width
+
+Words with one meaning each:
+    cosine   inner product of two unit rows, before the scale       logits   scale * (cosine + margin)
+    scale    the multiplier after exp                               margin   the additive term only
+    width    the number of candidates in one softmax                residual 1 - p_positive of one row
+    step     the k-th optimizer update, counted from 1; its readings are taken at the parameters BEFORE that update
+
+This file imports torch for annotations only, so that figures and reports can use the nouns without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: The two directions of a score matrix whose rows are images and whose columns are captions.
+DIRECTIONS = ("i2t", "t2i")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One image and its captions, before any decoding. ``image`` is a path, or None for a captions-only data set."""
+
+    id: str
+    image: str | None
+    captions: tuple[str, ...]  # dense caption first
+    aux: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Tensors of B records.
+
+    ``images`` and ``texts`` are keyed by view name (``"full"`` is always there). ``lengths`` counts tokens (start and end
+    included) BEFORE truncation to the context, so ``lengths > L`` marks the truncated captions.
+    """
+
+    ids: tuple[str, ...]
+    images: Mapping[str, Tensor]  # float32 [B, 3, H, W]
+    texts: Mapping[str, Tensor]  # int64 [B, L]
+    lengths: Tensor  # int64 [B]
+    captions: tuple[str, ...]  # the strings of the "full" text view
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embeddings:
+    """What the towers made of a batch: unit rows in fp32, and the scale after exp.
+
+    ``image_tokens`` [B, P, D] and ``text_tokens`` [B, L, D] are unit rows too and exist only when a term asked for them;
+    ``text_valid`` [B, L] marks words and end-of-text (start and padding excluded).
+    """
+
+    image: Tensor  # [B, D]
+    text: Tensor  # [B, D]
+    scale: Tensor  # []
+    image_tokens: Tensor | None = None
+    text_tokens: Tensor | None = None
+    text_valid: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """One softmax problem, dense: rows are images, columns are captions, the positive of row i is column i.
+
+    ``logits = scale * (cosine + margin)``; ``margin`` is None where the objective has none.
+    """
+
+    cosine: Tensor  # [N, N]
+    margin: Tensor | None  # [N, N], zero diagonal
+    logits: Tensor  # [N, N]
+    scale: Tensor  # []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One weighted part of the total loss. ``loss`` is per anchor; it is averaged once, when the total is formed."""
+
+    name: str
+    weight: float
+    loss: Tensor  # [N]
+    scores: Scores | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One measured number (or a short list), with everything needed to know what it means.
+
+    ``value`` may be a 0-D/1-D tensor until the probe moves all readings of a step to the host in one transfer.
+    ``term`` names the objective it belongs to ("infonce", "hn", "pair" for a comparison of the two, "" for neither).
+    ``stamps`` say what was measured, e.g. ``"micro-batch 1/8; width 16; fp32; unscaled"``.
+    """
+
+    quantity: str
+    key: str
+    term: str
+    value: Tensor | float | list[float]
+    unit: str
+    stamps: str = ""
