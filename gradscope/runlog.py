@@ -1,0 +1,491 @@
+"""A run directory: written by ``RunLog``, read into frames by ``Run``. The only file that knows the file names.
+
+    recipe.toml  provenance.json  console.log  steps.jsonl  readings.jsonl  evals.jsonl
+    arrays/  checkpoints/step-000500/  figures/  DONE (written last)
+
+The three ``.jsonl`` files are long tables: a schema header, then one JSON object per line, only ever appended. A resumed run
+appends under a higher ``attempt``. Let attempt b start after step r_b; then a row (attempt a, step t) counts only while no
+newer attempt b > a has r_b < t, and of two rows with one identity the newer attempt's counts. That is decided here, when
+reading, so that nothing that was measured is ever erased.
+
+How it can mislead: a run that is still being written, or was killed, is read up to its last whole line; ``Run.done`` tells.
+A non-finite value is written as the string "nan", "inf" or "-inf" and comes back as a float; a missing one is null. In a frame
+of numbers both look like NaN.
+
+This file never imports torch, and pandas only where a frame is made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+
+#: The columns every row of a table has. ``steps`` rows carry more (one per loss term, the rate, throughput, ...).
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "steps": ("attempt", "step", "samples", "epoch", "loss"),
+    "readings": ("attempt", "step", "quantity", "term", "key", "value", "unit", "stamps"),
+    "evals": (
+        *("attempt", "step", "epoch", "dataset", "split", "direction", "metric", "value"),
+        *("low", "high", "n_queries", "n_candidates", "protocol"),
+    ),
+}
+
+#: What makes two rows of a table the same measurement.
+IDENTITY: dict[str, list[str]] = {
+    "steps": ["step"],
+    "readings": ["step", "quantity", "term", "key"],
+    "evals": ["step", "dataset", "split", "direction", "metric", "protocol"],
+}
+
+#: Columns of words: here "nan" and "inf" are words too.
+TEXT_COLUMNS = frozenset({"quantity", "term", "key", "unit", "stamps", "dataset", "split", "direction", "metric", "protocol"})
+
+#: Columns that two equal runs need not share: clocks, throughput, memory, and which attempt wrote the row.
+VOLATILE_COLUMNS = ("attempt", "time", "seconds", "probe_seconds", "images_per_s", "peak_mem")
+
+#: Units of readings that two equal runs need not share.
+VOLATILE_UNITS = ("s", "ms", "MB", "MiB")
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
+_ARRAY_NAME = re.compile(r"[A-Za-z0-9_.=-]+")
+
+
+def comparable(frame: pd.DataFrame) -> pd.DataFrame:
+    """The part of a steps, readings or evals frame that must be equal in two equal runs (see ``VOLATILE_COLUMNS``)."""
+    if "unit" in frame:
+        frame = frame[~frame["unit"].isin(VOLATILE_UNITS)]
+    return frame.drop(columns=[name for name in VOLATILE_COLUMNS if name in frame]).reset_index(drop=True)
+
+
+class RunLog:
+    """The one writer of a run directory. Make it with ``create`` or ``reopen``; use it as a context manager.
+
+    Rows are dicts of plain values (numbers, strings, None, lists, numpy values); ``attempt`` is added here. Every call writes
+    whole lines with one system call and keeps nothing back, so a killed process loses at most the line it was writing.
+    """
+
+    def __init__(self, path: Path, lock: Any, attempt: int) -> None:
+        self.path = path
+        self.attempt = attempt
+        self._lock = lock
+        self._files: dict[str, IO[bytes]] = {name: _open_table(path, name) for name in COLUMNS}
+        self._console = (path / "console.log").open("ab", buffering=0)
+
+    @classmethod
+    def create(cls, path: str | Path, *, recipe_toml: str, provenance: Mapping[str, Any]) -> RunLog:
+        """Start a run. Raises ValueError if ``path`` holds anything already, or cannot be made."""
+        path = Path(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot make the run directory {path} ({error.strerror}); choose another --output.") from None
+        lock = _lock(path)
+        try:
+            _refuse_used(path)
+            _write_whole(path / "recipe.toml", recipe_toml.encode())
+            _write_provenance(path, [{"attempt": 1, "from_step": 0, **provenance}])
+            return cls(path, lock, attempt=1)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def reopen(cls, path: str | Path, *, step: int, provenance: Mapping[str, Any]) -> RunLog:
+        """Continue a run after ``step`` optimizer steps (0 = from the start), as attempt + 1.
+
+        Rows of older attempts with a larger step no longer count; checkpoints of a larger step are renamed, not deleted. A torn
+        last line is cut off. Raises ValueError if ``path`` is not a run or another process is writing it.
+        """
+        path = Path(path)
+        _require_run(path)
+        lock = _lock(path)
+        try:
+            attempts = _read_provenance(path)
+            attempt = attempts[-1]["attempt"] + 1
+            (path / "DONE").unlink(missing_ok=True)
+            cut = {name: _cut_torn_line(path / f"{name}.jsonl") for name in COLUMNS}
+            _write_provenance(path, [*attempts, {"attempt": attempt, "from_step": step, **provenance}])
+            log = cls(path, lock, attempt)
+            for name, size in cut.items():
+                if size:
+                    log.console(f"{name}.jsonl ended in a torn line; its {size} bytes were cut off")
+            log._set_aside_checkpoints(step)
+            return log
+        except BaseException:
+            lock.release()
+            raise
+
+    def write_steps(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append step rows (``COLUMNS["steps"]`` and any further numeric columns)."""
+        self._write("steps", rows)
+
+    def write_readings(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append readings in long format (``COLUMNS["readings"]``)."""
+        self._write("readings", rows)
+
+    def write_evals(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append evaluation rows in long format (``COLUMNS["evals"]``)."""
+        self._write("evals", rows)
+
+    def console(self, text: str) -> None:
+        """Append ``text`` to console.log, ending it with a newline."""
+        _write_all(self._console, (text if text.endswith("\n") else text + "\n").encode())
+
+    def save_array(self, name: str, array: np.ndarray) -> str:
+        """Save an array too long for a table; returns the reference that ``Run.array`` takes."""
+        assert _ARRAY_NAME.fullmatch(name), f"array name {name!r} must be a plain file name"
+        folder = self.path / "arrays"
+        folder.mkdir(exist_ok=True)
+        partial = folder / f".{name}.partial.npz"
+        np.savez_compressed(partial, value=array)
+        partial.replace(folder / f"{name}.npz")
+        return f"arrays/{name}.npz"
+
+    def checkpoint_dir(self, step: int) -> Path:
+        """The folder for the checkpoint after ``step`` steps; its parent exists, the folder itself is the caller's to make.
+
+        Rows written so far are forced to disk first, so that no checkpoint is ever ahead of the log.
+        """
+        self._sync()
+        parent = self.path / "checkpoints"
+        parent.mkdir(exist_ok=True)
+        return parent / f"step-{step:06d}"
+
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint folders that count, by rising step."""
+        return _checkpoints(self.path)
+
+    def finish(self) -> None:
+        """Mark the run as complete, last of all, and close it."""
+        self._sync()
+        _write_whole(self.path / "DONE", f"attempt {self.attempt}\n".encode())
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and let another writer in. May be called twice."""
+        for file in (*self._files.values(), self._console):
+            file.close()
+        self._lock.release()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _write(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        lines = [_line(table, {"attempt": self.attempt, **row}) for row in rows]
+        if lines:
+            _write_all(self._files[table], "".join(lines).encode())
+
+    def _sync(self) -> None:
+        for file in self._files.values():
+            os.fsync(file.fileno())
+
+    def _set_aside_checkpoints(self, step: int) -> None:
+        for folder in self.checkpoints():
+            if checkpoint_step(folder) > step:
+                aside = folder.with_name(f"{folder.name}.superseded-by-attempt-{self.attempt}")
+                folder.rename(aside)
+                self.console(f"{folder.name} is later than the resumed step {step}; renamed to {aside.name}")
+
+
+class Run:
+    """A run directory, read. Frames are made on first use and kept; make a new ``Run`` to see new rows.
+
+    Raises ValueError, saying what was looked for and what is there, if ``path`` is not a run directory.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        _require_run(self.path)
+        #: Rows left out per table because a newer attempt replaced them, and torn last lines; filled as tables are read.
+        self.superseded: dict[str, int] = {}
+        self.torn: dict[str, int] = {}
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved settings, as nested dicts."""
+        try:
+            return tomllib.loads((self.path / "recipe.toml").read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.path / 'recipe.toml'} cannot be read as TOML: {error}.") from None
+
+    @cached_property
+    def attempts(self) -> list[dict[str, Any]]:
+        """One dict per attempt: ``attempt``, ``from_step`` and the provenance it was started with."""
+        return _read_provenance(self.path)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The newest attempt's entry of ``attempts``."""
+        return self.attempts[-1]
+
+    @property
+    def done(self) -> bool:
+        """Whether the newest attempt reached its end."""
+        return (self.path / "DONE").exists()
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """One row per optimizer step, counted from 1."""
+        return self._frame("steps")
+
+    @cached_property
+    def readings(self) -> pd.DataFrame:
+        """One row per reading; ``value`` is a float or a list of floats."""
+        return self._frame("readings")
+
+    @cached_property
+    def evals(self) -> pd.DataFrame:
+        """One row per evaluation metric; recall values are fractions in 0..1."""
+        return self._frame("evals")
+
+    def reading(self, quantity: str, key: str, term: str) -> pd.DataFrame:
+        """One quantity over the run: columns ``step``, ``epoch`` (NaN where the step itself was not logged), ``value``.
+
+        Raises ValueError, naming the setting that would record it, if the run has no such reading.
+        """
+        frame = self.readings
+        chosen = frame[(frame["quantity"] == quantity) & (frame["key"] == key) & (frame["term"] == term)]
+        if chosen.empty:
+            raise ValueError(self._missing(quantity, key, term))
+        epochs = self.steps[["step", "epoch"]]
+        joined = chosen[["step", "value"]].merge(epochs, on="step", how="left")[["step", "epoch", "value"]]
+        joined["value"] = joined["value"].infer_objects()
+        return joined
+
+    def array(self, reference: str) -> np.ndarray:
+        """The array behind a reference returned by ``RunLog.save_array``."""
+        path = self.path / reference
+        if not path.is_file():
+            raise ValueError(f"{self.path} has no array '{reference}'; the run directory was copied without it.")
+        with np.load(path, allow_pickle=False) as archive:
+            return archive["value"]
+
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint folders that count, by rising step."""
+        return _checkpoints(self.path)
+
+    @property
+    def figures_dir(self) -> Path:
+        """Where this run's figures belong."""
+        return self.path / "figures"
+
+    def _frame(self, table: str) -> pd.DataFrame:
+        import pandas as pd
+
+        rows, self.torn[table] = _read_rows(self.path / f"{table}.jsonl", table)
+        frame = pd.DataFrame(rows, columns=None if rows else list(COLUMNS[table]))
+        kept = _drop_superseded(frame, self.attempts, IDENTITY[table]) if rows else frame
+        self.superseded[table] = len(frame) - len(kept)
+        return kept
+
+    def _missing(self, quantity: str, key: str, term: str) -> str:
+        wanted = f"{self.path} has no reading '{quantity}' key '{key}'" + (f" of term '{term}'" if term else "")
+        if self.readings.empty:
+            return f"{wanted}: it has no readings at all; run gradscope train with --log-grads to record them."
+        same = self.readings[self.readings["quantity"] == quantity]
+        there = {f"{k}/{t}" if t else str(k) for k, t in zip(same["key"], same["term"], strict=True)}
+        found = ", ".join(sorted(there or set(self.readings["quantity"])))
+        return f"{wanted}: it recorded {found}; run gradscope train with --log-grads and '{quantity}' among its quantities."
+
+
+def checkpoint_step(path: Path) -> int:
+    """The step in a checkpoint folder's name. Raises ValueError if ``path`` is not named like a checkpoint."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    if not match:
+        raise ValueError(f"{path} is not a checkpoint folder: its name should look like step-000500.")
+    return int(match[1])
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether ``path`` is a run directory."""
+    return all((Path(path) / name).is_file() for name in ("recipe.toml", "provenance.json"))
+
+
+def _require_run(path: Path) -> None:
+    if is_run(path):
+        return
+    raise ValueError(
+        f"{path} is not a run directory: looked for recipe.toml and provenance.json, found {_contents(path)}; "
+        "give a directory written by gradscope train."
+    )
+
+
+def _contents(path: Path) -> str:
+    if not path.exists():
+        return "no such directory"
+    if not path.is_dir():
+        return "a file"
+    names = sorted(item.name for item in path.iterdir())
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) + more) if names else "an empty directory"
+
+
+def _refuse_used(path: Path) -> None:
+    if is_run(path):
+        raise ValueError(f"{path} already holds a run; continue it with --resume, or choose another --output.")
+    if any(item.name != "writer.lock" for item in path.iterdir()):
+        raise ValueError(f"{path} is not empty and not a run ({_contents(path)}); choose another --output.")
+
+
+def _lock(path: Path) -> Any:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path / "writer.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"another process is writing {path} (it holds writer.lock); wait for it to end, or choose another --output."
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot write in {path} ({error.strerror}); choose another --output.") from None
+    return lock
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    folder = path / "checkpoints"
+    found = [item for item in folder.iterdir() if item.is_dir() and _CHECKPOINT.fullmatch(item.name)] if folder.is_dir() else []
+    return sorted(found, key=checkpoint_step)
+
+
+def _read_provenance(path: Path) -> list[dict[str, Any]]:
+    file = path / "provenance.json"
+    try:
+        attempts = json.loads(file.read_text(encoding="utf-8"))["attempts"]
+        sound = [entry for entry in attempts if {"attempt", "from_step"} <= set(entry)]
+    except (ValueError, KeyError, TypeError):
+        sound = attempts = []
+    if not sound or len(sound) < len(attempts):
+        raise ValueError(f"{file} is not a gradscope provenance file; restore it, or give another run directory.")
+    return attempts
+
+
+def _write_provenance(path: Path, attempts: list[dict[str, Any]]) -> None:
+    text = json.dumps({"schema": "gradscope.provenance", "version": SCHEMA_VERSION, "attempts": _plain(attempts)}, indent=2)
+    _write_whole(path / "provenance.json", (text + "\n").encode())
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """All of a file or nothing of it."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    view = memoryview(data)
+    while view:  # an unbuffered write may be short, e.g. when a disk fills up
+        view = view[file.write(view) :]
+
+
+def _open_table(path: Path, table: str) -> IO[bytes]:
+    file = (path / f"{table}.jsonl").open("ab", buffering=0)
+    if file.seek(0, os.SEEK_END) == 0:
+        header = {"schema": f"gradscope.{table}", "version": SCHEMA_VERSION, "columns": COLUMNS[table]}
+        _write_all(file, (json.dumps(header) + "\n").encode())
+    return file
+
+
+def _cut_torn_line(path: Path) -> int:
+    """Cut a file after its last newline; returns the number of bytes cut."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep = size
+        while keep:
+            start = max(0, keep - 65536)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            keep = start + newline + 1 if newline >= 0 else start
+            if newline >= 0:
+                break
+        file.truncate(keep)
+        return size - keep
+
+
+def _line(table: str, row: dict[str, Any]) -> str:
+    missing = [name for name in COLUMNS[table] if name not in row]
+    assert not missing, f"a row for {table} lacks {', '.join(missing)}"
+    return json.dumps(_plain(row), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value: numpy values become Python ones, non-finite floats become words."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _read_rows(path: Path, table: str) -> tuple[list[dict[str, Any]], int]:
+    """The whole rows of a table, and 1 if it ends in a torn line (0 otherwise)."""
+    if not path.exists():
+        return [], 0
+    *lines, rest = path.read_bytes().split(b"\n")
+    if lines:
+        _check_header(path, table, lines[0])
+    return [_row(path, number, line) for number, line in enumerate(lines[1:], start=2)], int(rest != b"")
+
+
+def _check_header(path: Path, table: str, line: bytes) -> None:
+    header = _row(path, 1, line)
+    if header.get("schema") != f"gradscope.{table}":
+        raise ValueError(f"{path} does not start with the header of a {table} table; restore the file from a copy.")
+    if header["version"] > SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema version {header['version']}, this gradscope reads up to {SCHEMA_VERSION}; install a newer one."
+        )
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"{path} line {number} is not a JSON object; repair or remove that line.")
+    if b'nan"' in line or b'inf"' in line:
+        return {name: value if name in TEXT_COLUMNS else _restore(value) for name, value in row.items()}
+    return row
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    return [_restore(item) for item in value] if isinstance(value, list) else value
+
+
+def _drop_superseded(frame: pd.DataFrame, attempts: list[dict[str, Any]], identity: list[str]) -> pd.DataFrame:
+    """Rows that count, in file order: not beyond a newer attempt's start, and the newest of each identity."""
+    for entry in attempts:
+        replaced = (frame["attempt"] < entry["attempt"]) & (frame["step"] > entry["from_step"])
+        frame = frame[~replaced]
+    return frame.drop_duplicates(subset=identity, keep="last").reset_index(drop=True)
