@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ DATA_COLOURS = {
 }
 _SPARE_COLOURS = ("#56B4E9", "#000000", "#8C6D31", "#7F7F7F", "#5B3A8C", "#A6C36F")
 
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "font.size": 7.5,
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same picture on every machine
