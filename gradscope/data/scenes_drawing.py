@@ -51,6 +51,7 @@ SKY = {
 
 Box = tuple[float, float, float, float]
 Points = list[tuple[float, float]]
+Parts = list[tuple[str, str, Box | Points]]
 
 
 def _star(points: int, inner: float) -> Points:
@@ -62,7 +63,7 @@ def _star(points: int, inner: float) -> Points:
 
 
 #: kind -> parts in the unit box, (role, shape, numbers); "body" takes the colour and the pattern, other roles are fixed.
-PARTS: dict[str, list[tuple[str, str, Box | Points]]] = {
+PARTS: dict[str, Parts] = {
     "house": [("body", "polygon", [(0.02, 0.45), (0.5, 0.02), (0.98, 0.45), (0.88, 0.45), (0.88, 1), (0.12, 1), (0.12, 0.45)])],
     "tree": [("wood", "rectangle", (0.42, 0.6, 0.58, 1)), ("body", "ellipse", (0.08, 0, 0.92, 0.74))],
     "pine": [
@@ -129,12 +130,17 @@ def fill_pattern(size: int, colour: str, pattern: str, period: int) -> Image.Ima
 
 @lru_cache(maxsize=20_000)
 def sprite(kind: str, colour: str, pattern: str, px: int) -> Image.Image:
-    """One object as an RGBA image of ``px`` x ``px`` pixels with a dark outline."""
+    """One object of a known kind, see ``draw_parts``."""
+    return draw_parts(PARTS[kind], colour, pattern, px)
+
+
+def draw_parts(parts: Parts, colour: str, pattern: str, px: int) -> Image.Image:
+    """Parts as an RGBA image of ``px`` x ``px`` pixels, each with a dark outline."""
     big = px * OVER
     roles = {"outline": OUTLINE, "wood": WOOD, "metal": METAL, "pale": (236, 226, 206)}
     canvas = Image.new("RGBA", (big, big), (0, 0, 0, 0))
     fill = fill_pattern(big, colour, pattern, max(6, round(px / 27 * 8)) * OVER)
-    for role, shape, numbers in PARTS[kind]:
+    for role, shape, numbers in parts:
         mask = Image.new("L", (big, big), 0)
         _shape(ImageDraw.Draw(mask), shape, numbers, big - 1, 255)
         canvas.paste(Image.new("RGBA", (big, big), (*OUTLINE, 255)), mask=mask)

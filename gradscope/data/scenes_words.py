@@ -30,10 +30,10 @@ COLOUR_WORDS = {
 }
 SIZE_WORDS = {"small": ("small", "little", "tiny"), "large": ("large", "big", "huge")}
 PATTERN_FRAMES = {
-    "plain": ("{size} plain {colour} {kind}", "{size} {colour} {kind} without any pattern"),
+    "plain": ("{size} plain {colour} {kind}", "{size} {colour} {kind} without any marks"),
     "striped": ("{size} striped {colour} {kind}", "{size} {colour} {kind} with stripes"),
     "dotted": ("{size} dotted {colour} {kind}", "{size} {colour} {kind} covered in dots"),
-    "checked": ("{size} checked {colour} {kind}", "{size} {colour} {kind} with a checkered surface"),
+    "checked": ("{size} checked {colour} {kind}", "{size} {colour} {kind} with a chess pattern"),
 }
 KIND_WORDS = {
     "house": ("house", "cottage"),
@@ -69,7 +69,7 @@ SETTING_FRAMES = {
     "desert": ("the ground is a dry orange desert", "the view opens on a desert with low dunes"),
     "snowfield": ("the ground is covered with snow", "a white field of snow lies below"),
     "plaza": ("the ground is paved with gray stone tiles", "the place is a gray city square with tiles"),
-    "field": ("the ground is a brown ploughed field", "long furrows cross a field of brown earth"),
+    "field": ("the ground is a brown farm field", "long lines cross a farm field of brown earth"),
 }
 WEATHER_FRAMES = {
     "clear": ("the sky is bright blue and clear", "it is a fine day under a clear blue sky"),
@@ -87,7 +87,7 @@ SKY_SIDE_WORDS = {
 SKY_FRAMES = {
     "sun": ("the sun shows {place}", "a yellow sun hangs {place}"),
     "moon": ("the moon shows {place}", "a pale moon hangs {place}"),
-    "cloud": ("a big cloud drifts {place}", "a heavy cloud hangs {place}"),
+    "cloud": ("a big cloud floats {place}", "a heavy cloud hangs {place}"),
 }
 EDGE_WORDS = {"flower": ("flower", "blossom"), "stone": ("stone", "pebble")}
 EDGE_FRAMES = (
