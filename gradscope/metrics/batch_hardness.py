@@ -97,8 +97,8 @@ def _anchors(n: int, *, seed: int, budget: int) -> Tensor:
 
 def _expected_hardest(rows: Tensor, anchors: Tensor, tables: dict[int, np.ndarray]) -> np.ndarray:
     """E[hardest] of each anchor at each width: float64 [anchors, widths]."""
-    weights = np.stack([np.diff(np.exp(table)) for table in tables.values()], axis=1) if tables else np.zeros((len(rows) - 1, 0))
-    weight = torch.from_numpy(weights).to(rows.device)  # [N - 1, widths]; row r - 1 is the chance that rank r is the hardest
+    weights = np.array([np.diff(np.exp(table)) for table in tables.values()]).reshape(len(tables), len(rows) - 1).T
+    weight = torch.from_numpy(weights.copy()).to(rows.device)  # [N - 1, widths]: chance that this rank is the hardest
     found = []
     for part in anchors.to(rows.device).split(max(1, _CHUNK // len(rows))):
         cosine = rows[part].float() @ rows.float().T

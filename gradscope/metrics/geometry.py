@@ -367,7 +367,7 @@ def _finite_unit_rows(rows: Tensor) -> Tensor:
         )
     off = float((norms[keep] - 1.0).abs().max())
     if off > 1e-3:
-        raise ValueError(f"caption geometry needs unit rows, but a norm is off by {off:.3g}; divide each row by its norm first.")
+        raise ValueError(f"caption geometry needs unit rows, but a norm is off by {off:.3g}; divide each row by its norm.")
     return keep
 
 
