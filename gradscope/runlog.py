@@ -304,7 +304,8 @@ class Run:
         same = self.readings[self.readings["quantity"] == quantity]
         there = {f"{k}/{t}" if t else str(k) for k, t in zip(same["key"], same["term"], strict=True)}
         found = ", ".join(sorted(there or set(self.readings["quantity"])))
-        return f"{wanted}: it recorded {found}; run gradscope train with --log-grads and '{quantity}' among its quantities."
+        both = " --set probe.second_backward=true" if there else ""  # what the other objective's gradients need
+        return f"{wanted}, only {found}; run gradscope train with --log-grads{both} to record it."
 
 
 def checkpoint_step(path: Path) -> int:

@@ -264,7 +264,7 @@ def test_a_missing_reading_names_the_setting(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="--log-grads"):
             Run(log.path).reading("gradient", "norm", "hn")
         log.write_readings([reading_row(1, 0.5)])
-    with pytest.raises(ValueError, match=r"recorded true/hn;.*--log-grads"):
+    with pytest.raises(ValueError, match=r"only true/hn;.*--log-grads"):
         Run(log.path).reading("loss", "true", "infonce")
 
 

@@ -1,0 +1,70 @@
+"""``gradscope figure``: draw one figure again from the files that runs and caption-geometry left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+
+def figure(
+    name: Annotated[str, typer.Argument(help="4, 1, width or start-widths.", show_default=False)],
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            help="4: one or two run directories. 1 and width: geometry folders. start-widths: a CSV file.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for PDF, PNG and CSV; by default figures/ in the first run, or beside the first source."),
+    ] = None,
+) -> None:
+    """Draw a figure from logged numbers alone, as PDF and PNG, with the numbers drawn as CSV.
+
+    Example: gradscope figure 4 runs/hn runs/infonce
+    """
+    from gradscope.console import out
+    from gradscope.figures import figures
+    from gradscope.figures.style import save
+
+    figures[name]  # an unknown name is answered before any file is opened
+    drawing, frame, home = _draw(name, sources)
+    stem = f"figure{name}" if name.isdigit() else name.replace("-", "_")
+    for path in save(drawing, frame, (output or home) / stem):
+        out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _draw(name: str, sources: list[Path]) -> tuple[Figure, DataFrame, Path]:
+    """The figure, its frame, and the folder it goes to unless the user says otherwise."""
+    from gradscope.figures import figures
+
+    if name == "4":
+        from gradscope.runlog import Run
+
+        if len(sources) > 2:
+            raise ValueError(f"figure 4 takes one run, or an HN and an InfoNCE run; {len(sources)} were given.")
+        runs = [Run(path) for path in sources]
+        return *figures[name](*runs), runs[0].figures_dir
+    if name == "start-widths":
+        return *figures[name](_table(sources)), sources[0].parent
+    from gradscope.geometry_file import load_geometry
+
+    geometries = [load_geometry(path) for path in sources]
+    return *figures[name](geometries), sources[0].resolve().parent
+
+
+def _table(sources: list[Path]) -> DataFrame:
+    import pandas as pd
+
+    if len(sources) != 1 or not sources[0].is_file():
+        raise ValueError("start-widths takes one CSV file with columns width, batch, log10_true, as the demo writes it.")
+    try:
+        return pd.read_csv(sources[0])
+    except (ValueError, pd.errors.ParserError) as error:
+        raise ValueError(f"{sources[0]} cannot be read as CSV: {error}.") from None

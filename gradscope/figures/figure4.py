@@ -1,0 +1,357 @@
+"""Figure 4: the loss goes silent, the gradient goes with it, and retrieval still has errors to learn from.
+
+Drawn from one run with dual readings: on every measured batch, at the same parameters, both objectives' true loss and the norm
+of both full-parameter gradients (the measurement of the HN-CLIP paper, its section on gradient analysis).
+
+    (a) log10 loss per measured batch, and per epoch the share of batches below 1e-3
+    (b) log10 gradient norm per measured batch, per-epoch median (line) and quartiles (band), exact zeros at the bottom edge
+    (c) held-out retrieval error 1 - R@1 in percent, both directions, 95 % intervals, beside the median InfoNCE loss per epoch
+
+How it can mislead: both curves of (a) and (b) belong to the trajectory of the run they were measured on. Training with HN
+drives InfoNCE down too, so InfoNCE's share along the HN run is not what an InfoNCE run would show. Give that run as well: it is
+drawn thin and labelled as its own. Loss and norm are of one softmax (see the stamp "width" in the readings), not of the
+accumulated batch. A large HN loss means active, not learning; only (c) shows learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from gradscope.figures import figures
+from gradscope.figures.style import COLUMN_INCHES, OBJECTIVE_COLOURS, new_figure, paper_style
+from gradscope.runlog import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TERMS = ("infonce", "hn")
+LABELS = {"infonce": "InfoNCE", "hn": "HN"}
+DIRECTION_LABELS = {"i2t": "image→text", "t2i": "text→image"}
+OWN_COLOUR = "#7A3300"  # the overlaid InfoNCE run: InfoNCE's colour, darker
+PAPER_FLOOR = -10  # the paper's traces stop at 1e-10; ours are stored as log10 and need no floor
+THRESHOLD = -3
+COLUMNS = ["panel", "trajectory", "series", "term", "direction", "step", "epoch", "value", "low", "high", "n"]
+
+
+@figures.register("4")
+def figure4(run: Run, overlay: Run | None = None) -> tuple[Figure, pd.DataFrame]:
+    """Figure 4 of one run with dual readings, optionally with an InfoNCE run drawn thin over it.
+
+    Args:
+        run: trained with --log-grads; usually the HN run.
+        overlay: an InfoNCE run of the same data; the two may be given in either order.
+
+    Returns:
+        The figure (column width), and every number in it: one row per mark, columns ``COLUMNS``.
+
+    Raises:
+        ValueError: naming the setting that would record what is missing, or if neither of two runs was trained with InfoNCE.
+    """
+    run, overlay = _ordered(run, overlay)
+    bands = _epochs(run)
+    if overlay is not None:
+        _refuse_other_steps(run, bands, overlay, _epochs(overlay))
+    frame = _data(run, overlay)
+    with paper_style():
+        figure = new_figure(COLUMN_INCHES, 5.6 if overlay is None else 5.8)
+        a, b, c = figure.subplots(3, 1, sharex=True, height_ratios=[1.25, 1.15, 1])
+        a.set_xlim(0, bands["last"].max() + 0.5)
+        for axis in (a, b, c):
+            _shade(axis, bands)
+        _draw_losses(a, frame[frame["panel"] == "a"], bands)
+        _draw_norms(b, frame[frame["panel"] == "b"], bands)
+        _draw_errors(c, frame[frame["panel"] == "c"], bands)
+        c.set_xlabel("optimizer step (bands: epochs)")
+        figure.legend(handles=_legend(frame), loc="outside upper center", ncols=2, columnspacing=1.2)
+    return figure, frame
+
+
+def trained_with(run: Run) -> str:
+    """The objective a run was trained with. Raises ValueError if its recipe does not say."""
+    name = run.recipe.get("objective", {}).get("name")
+    if name not in TERMS:
+        raise ValueError(f"the recipe of {run.path} has objective.name {name!r}; Figure 4 compares infonce and hn.")
+    return name
+
+
+def _ordered(run: Run, overlay: Run | None) -> tuple[Run, Run | None]:
+    """The run whose trajectory the dual readings follow first, the InfoNCE run second."""
+    if overlay is None or trained_with(overlay) == "infonce":
+        return run, overlay
+    if trained_with(run) == "infonce":
+        return overlay, run
+    raise ValueError(f"neither {run.path} nor {overlay.path} was trained with infonce; the second run should be.")
+
+
+def _refuse_other_steps(run: Run, bands: pd.DataFrame, overlay: Run, others: pd.DataFrame) -> None:
+    """An overlaid run may have stopped earlier, but its epochs must start at the same steps."""
+    if not others["first"].equals(bands["first"].reindex(others.index)):
+        raise ValueError(
+            f"{overlay.path} and {run.path} do not share steps per epoch, or the first is longer; overlay runs of equal data, "
+            "batch size and epochs."
+        )
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _data(run: Run, overlay: Run | None) -> pd.DataFrame:
+    parts = [_losses(run, term) for term in TERMS] + [_norms(run, term) for term in TERMS]
+    parts += [_ratio_and_cosine(run), _errors(run), _loss_medians(run)]
+    if overlay is not None:
+        parts += [_losses(overlay, "infonce"), _errors(overlay)]
+    return pd.concat(parts, ignore_index=True)[COLUMNS]
+
+
+def _losses(run: Run, term: str) -> pd.DataFrame:
+    trace = _named(run.reading("loss", "log10_true", term), run, "a", "log10_loss", term)
+    below = run.reading("saturation", "below_1e-3", term).groupby("epoch")["value"]
+    shares = below.agg(value="mean", n="count").reset_index()  # a reading that is NaN is neither below nor counted
+    return pd.concat([trace, _named(shares, run, "a", "share_below_1e-3", term)])
+
+
+def _loss_medians(run: Run) -> pd.DataFrame:
+    return _named(_quartiles(run.reading("loss", "log10_true", "infonce")), run, "c", "log10_loss_quartiles", "infonce")
+
+
+def _norms(run: Run, term: str) -> pd.DataFrame:
+    norm = run.reading("gradient", "log10_norm", term)
+    zeros = run.reading("zeros", "all_zero.parameters", term)
+    return pd.concat(
+        [
+            _named(norm, run, "b", "log10_norm", term),
+            _named(_quartiles(norm), run, "b", "log10_norm_quartiles", term),
+            _named(zeros, run, "b", "all_zero", term),
+        ]
+    )
+
+
+def _ratio_and_cosine(run: Run) -> pd.DataFrame:
+    """The ratio as a difference of log10 norms, so that it cannot overflow; nan where both norms are zero."""
+    both = [run.reading("gradient", "log10_norm", term).set_index("step") for term in ("hn", "infonce")]
+    ratio = both[0].assign(value=both[0]["value"] - both[1]["value"]).reset_index()
+    return pd.concat(
+        [
+            _named(_quartiles(ratio), run, "b", "log10_norm_ratio_quartiles", "pair"),
+            _named(run.reading("gradient", "cosine", "pair"), run, "b", "cosine", "pair"),
+        ]
+    )
+
+
+def _errors(run: Run) -> pd.DataFrame:
+    """100 - R@1 in percent; a recall's upper limit is the error's lower one."""
+    evals = run.evals
+    chosen = evals[(evals["split"] == "val") & (evals["metric"] == "R@1")]
+    if chosen.empty:
+        splits = ", ".join(sorted(set(evals["split"]))) or "none"
+        raise ValueError(
+            f"{run.path} has no R@1 on the split val (evaluated: {splits}); train it with a data set that has one, or "
+            "with --set data.val_share=0.05."
+        )
+    chosen = chosen[chosen["dataset"] == chosen["dataset"].iloc[0]]  # the first data set validated on
+    error = {"value": 100 * (1 - chosen["value"]), "low": 100 * (1 - chosen["high"]), "high": 100 * (1 - chosen["low"])}
+    kept = chosen[["step", "epoch", "direction"]].assign(n=chosen["n_queries"], **error)
+    return _named(kept, run, "c", "error_percent", trained_with(run))
+
+
+def _quartiles(frame: pd.DataFrame) -> pd.DataFrame:
+    """Per epoch: median and quartiles as order statistics, so that -inf (an exact zero) takes its place without arithmetic."""
+    rows = []
+    for epoch, group in frame.groupby("epoch"):
+        ordered = np.sort(group["value"].dropna().to_numpy(dtype=float))
+        if len(ordered):
+            low, middle, high = (ordered[int(np.ceil(q * len(ordered))) - 1] for q in (0.25, 0.5, 0.75))
+            rows.append({"epoch": epoch, "value": middle, "low": low, "high": high, "n": len(ordered)})
+    return pd.DataFrame(rows, columns=["epoch", "value", "low", "high", "n"])
+
+
+def _named(frame: pd.DataFrame, run: Run, panel: str, series: str, term: str) -> pd.DataFrame:
+    named = frame.assign(panel=panel, trajectory=trained_with(run), series=series, term=term)
+    types = dict.fromkeys(("step", "epoch", "value", "low", "high", "n"), float)
+    return named.reindex(columns=COLUMNS).astype({"direction": object, **types})
+
+
+def _epochs(run: Run) -> pd.DataFrame:
+    """First and last step of every epoch, indexed by epoch."""
+    return run.steps.groupby("epoch")["step"].agg(["min", "max"]).set_axis(["first", "last"], axis=1)
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def _draw_losses(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame) -> None:
+    traces = frame[frame["series"] == "log10_loss"]
+    for (trajectory, term), trace in _by_curve(traces):
+        _trace(axis, trace, **_look(frame, trajectory, term))
+    for level, word, colour in ((THRESHOLD, "$10^{-3}$", "0.25"), (PAPER_FLOOR, "floor of the paper's plot", "0.7")):
+        axis.axhline(level, color=colour, linewidth=0.6, linestyle=(0, (4, 2)), zorder=1)
+        if level == PAPER_FLOOR:
+            axis.text(
+                0.99, level, word, color="0.5", fontsize=5.5, ha="right", va="bottom", transform=axis.get_yaxis_transform()
+            )
+    _power_axis(axis, traces["value"], at_most=PAPER_FLOOR - 0.5)
+    axis.set_ylabel("loss (nat)")
+    _print_shares(axis, frame[frame["series"] == "share_below_1e-3"], bands)
+
+
+def _print_shares(axis: Axes, shares: pd.DataFrame, bands: pd.DataFrame) -> None:
+    """One row of percentages per curve above the panel, each over its epoch, in points above the axis."""
+    every = int(np.ceil(len(bands) / 12))  # more than twelve numbers do not fit
+    curves = list(_by_curve(shares))
+    for row, ((trajectory, term), share) in enumerate(reversed(curves)):
+        look = _look(shares, trajectory, term)
+        values = share.set_index("epoch")["value"]
+        for epoch in [epoch for epoch in bands.index[::every] if epoch in values.index]:
+            word = f"{100 * values[epoch]:.0f}" + (" %" if len(bands) <= 6 else "")
+            _above(axis, float(bands.loc[epoch].mean()), row, word, "center", look["color"])
+        _above(axis, axis.get_xlim()[0], row, look["short"] + "  ", "right", look["color"])
+    title = r"(a) % of batches below $10^{-3}$, by epoch"
+    axis.set_title(title, loc="left", pad=5 + 7.5 * len(curves))
+
+
+def _above(axis: Axes, x: float, row: int, word: str, align: str, colour: str) -> None:
+    place = {"xy": (x, 1), "xycoords": axis.get_xaxis_transform(), "xytext": (0, 3 + 7.5 * row), "textcoords": "offset points"}
+    note = axis.annotate(word, **place, color=colour, ha=align, fontsize=6.3, annotation_clip=False)  # type: ignore[arg-type]
+    note.set_in_layout(False)  # the title's padding keeps the room free
+
+
+def _draw_norms(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame) -> None:
+    norms = frame[frame["series"] == "log10_norm"]
+    low = _power_axis(axis, norms["value"])
+    words = []
+    for (trajectory, term), trace in _by_curve(norms):
+        look = _look(frame, trajectory, term)
+        _trace(axis, trace, **{**look, "alpha": 0.35})
+        _draw_quartiles(axis, _series(frame, "log10_norm_quartiles", term), bands, look["color"], low)
+        zero = _series(frame, "all_zero", term)
+        at = zero.loc[zero["value"] == 1, "step"]
+        if len(at):  # an empty unclipped line would still claim room
+            axis.plot(at, np.full(len(at), low), "|", color=look["color"], markersize=6, clip_on=False, zorder=4)
+        words.append(f"{LABELS[term]} {len(at)}/{len(zero)}")
+    axis.set_ylabel("gradient norm")
+    axis.set_title("(b) gradient norm: median, quartiles", loc="left")
+    lines = [f"exactly zero (ticks at the edge): {', '.join(words)}", *_pair_words(frame)]
+    axis.set_xlabel("\n".join(lines), fontsize=6, linespacing=1.3)
+
+
+def _pair_words(frame: pd.DataFrame) -> list[str]:
+    cosine = _series(frame, "cosine", "pair")["value"]
+    defined = cosine.dropna()
+    undefined = f", undefined in {len(cosine) - len(defined)}" if len(defined) < len(cosine) else ""
+    words = f"cosine of the two gradients: mean {defined.mean():.2f}, sd {defined.std():.2f}{undefined}"
+    ratio = _series(frame, "log10_norm_ratio_quartiles", "pair").set_index("epoch")["value"]
+    if ratio.empty:
+        return [words, "norm HN/InfoNCE: undefined, both zero throughout"]
+    parts = [f"{_power(ratio[epoch])} (epoch {epoch:.0f})" for epoch in dict.fromkeys((ratio.index[0], ratio.index[-1]))]
+    return [words, f"norm HN/InfoNCE, median: {', '.join(parts)}"]
+
+
+def _draw_quartiles(axis: Axes, quartiles: pd.DataFrame, bands: pd.DataFrame, colour: str, bottom: float) -> None:
+    for epoch, *values in quartiles[["epoch", "low", "value", "high"]].to_numpy(dtype=float):
+        ends = bands.loc[int(epoch)].to_numpy() + np.array([-0.5, 0.5])
+        low, middle, high = np.maximum(values, bottom)
+        axis.fill_between(ends, low, high, color=colour, alpha=0.18, linewidth=0, zorder=2)
+        axis.plot(ends, [middle, middle], color=colour, linewidth=1.4, zorder=3)
+
+
+def _draw_errors(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame) -> None:
+    errors = frame[frame["series"] == "error_percent"]
+    trajectories = list(dict.fromkeys(errors["trajectory"]))
+    spread = 0.012 * bands["last"].max()  # neighbours' intervals side by side, not on top of each other
+    for place, ((trajectory, direction), group) in enumerate(errors.groupby(["trajectory", "direction"], sort=False)):
+        thin = len(trajectories) > 1 and trajectory != trajectories[0]
+        axis.errorbar(
+            group["step"] + spread * (place - 1),
+            group["value"],
+            yerr=[group["value"] - group["low"], group["high"] - group["value"]],
+            color=OWN_COLOUR if thin else OBJECTIVE_COLOURS[str(trajectory)],
+            linestyle="-" if direction == "t2i" else (0, (3, 1.5)),
+            marker="o" if direction == "t2i" else "s",
+            markerfacecolor="white" if thin else None,
+            markersize=2.6,
+            linewidth=0.7 if thin else 1.2,
+            elinewidth=0.5,
+            clip_on=False,
+        )
+    axis.set_ylabel("error at 1 (%)")
+    axis.set_title("(c) held-out error, 95 % intervals", loc="left")
+    axis.margins(y=0.12)
+    _draw_loss_medians(axis, frame[frame["series"] == "log10_loss_quartiles"], bands)
+
+
+def _draw_loss_medians(axis: Axes, medians: pd.DataFrame, bands: pd.DataFrame) -> None:
+    other = axis.twinx()
+    middles = bands.loc[medians["epoch"]].mean(axis=1)
+    look = {"color": OBJECTIVE_COLOURS["infonce"], "linestyle": ":", "marker": "x", "markersize": 3, "linewidth": 0.8}
+    other.plot(middles, medians["value"], **look)  # type: ignore[arg-type]
+    _power_axis(other, medians["value"], room=1.5)
+    other.spines["right"].set_visible(True)
+    other.tick_params(axis="y", colors=OBJECTIVE_COLOURS["infonce"])
+    other.set_ylabel("InfoNCE loss (median)", color=OBJECTIVE_COLOURS["infonce"])
+
+
+def _legend(frame: pd.DataFrame) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    curves = frame[frame["series"] == "log10_loss"]
+    handles = []
+    for (trajectory, term), _ in _by_curve(curves):
+        look = _look(frame, trajectory, term)
+        handles.append(Line2D([], [], **{key: look[key] for key in ("color", "linewidth", "linestyle", "label")}))
+    styles: dict[str, tuple[Any, str]] = {"t2i": ("-", "o"), "i2t": ((0, (3, 1.5)), "s")}
+    for direction, (style, marker) in styles.items():
+        label = f"(c) {DIRECTION_LABELS[direction]}"
+        handles.append(Line2D([], [], color="0.3", linestyle=style, marker=marker, markersize=2.6, label=label))
+    return handles
+
+
+def _look(frame: pd.DataFrame, trajectory: str, term: str) -> dict[str, Any]:
+    """Colour by objective; the overlaid InfoNCE run is thin and dotted."""
+    own = trajectory != frame["trajectory"].iloc[0]
+    return {
+        "color": OWN_COLOUR if own else OBJECTIVE_COLOURS[term],
+        "linewidth": 0.6 if own else 0.9,
+        "linestyle": (0, (1.5, 0.8)) if own else "-",
+        "label": f"{LABELS[term]} on its own run" if own else f"{LABELS[term]} along the {LABELS[trajectory]} run",
+        "short": "own run" if own else LABELS[term],
+    }
+
+
+def _trace(axis: Axes, trace: pd.DataFrame, *, short: str, alpha: float = 1.0, **look: Any) -> None:
+    """A line through the finite values; it breaks where a value is not finite."""
+    axis.plot(trace["step"], trace["value"].where(np.isfinite(trace["value"])), alpha=alpha, **look)
+
+
+def _power_axis(axis: Axes, values: pd.Series, *, at_most: float = np.inf, room: float = 0.4) -> float:
+    """Limits and ticks for log10 values; returns the lower edge."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (-1.0, 0.0)
+    low = min(low - room, at_most)
+    axis.set_ylim(low, high + room)
+    axis.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$10^{{{value:.0f}}}$"))
+    return low
+
+
+def _power(exponent: float) -> str:
+    return f"$10^{{{exponent:.1f}}}$" if np.isfinite(exponent) else {True: "∞", False: "0"}[exponent > 0]
+
+
+def _shade(axis: Axes, bands: pd.DataFrame) -> None:
+    for first, last in bands.to_numpy()[1::2]:
+        axis.axvspan(first - 0.5, last + 0.5, color="0.95", zorder=0, linewidth=0)
+
+
+def _by_curve(frame: pd.DataFrame) -> Sequence[tuple[tuple[str, str], pd.DataFrame]]:
+    return [((str(key[0]), str(key[1])), group) for key, group in frame.groupby(["trajectory", "term"], sort=False)]
+
+
+def _series(frame: pd.DataFrame, series: str, term: str) -> pd.DataFrame:
+    return frame[(frame["series"] == series) & (frame["term"] == term)]
