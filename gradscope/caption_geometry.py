@@ -67,8 +67,9 @@ def measure_captions(
     clock.append(time.perf_counter())
     n = len(rows)
     seconds, extra = estimate(rows)
+    passes = 3 if exact_quantiles else 1
     say(
-        f"{captions.name}: {n * (n - 1) // 2:,} pairs, about {seconds * (2.5 if exact_quantiles else 1):.1f} s and "
+        f"{captions.name}: {n * (n - 1) // 2:,} pairs, about {seconds * passes:.1f} s (and seconds for the width curve), "
         f"{extra / 2**20:.0f} MB beside {rows.numel() * 4 / 2**20:.0f} MB of embeddings "
         f"(the full matrix would take {4 * n * n / 2**20:,.0f} MB)"
     )
@@ -166,9 +167,7 @@ def _similar(captions: Captions, i: int, j: int, cosine: float) -> SimilarPair:
     )
 
 
-def _warnings(
-    captions: Captions, found: Geometry, truncated: int, context: int, duplicates: int, foreign: bool
-) -> Sequence[str]:
+def _warnings(captions: Captions, found: Geometry, truncated: int, context: int, duplicates: int, foreign: bool) -> Sequence[str]:
     n = len(captions.texts)
     lines = {
         "the encoder 'tiny' knows only 'scenes': on these captions it is out of domain, and this is not a result": foreign,

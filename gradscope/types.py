@@ -15,12 +15,14 @@ This file imports torch for annotations only, so that figures and reports can us
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
 
 #: The two directions of a score matrix whose rows are images and whose columns are captions.
 DIRECTIONS = ("i2t", "t2i")
@@ -68,6 +70,7 @@ class Embeddings:
     image_tokens: Tensor | None = None
     text_tokens: Tensor | None = None
     text_valid: Tensor | None = None
+    token_scale: Tensor | None = None  # [] the token term has a scale of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +111,47 @@ class Reading:
     value: Tensor | float | list[float]
     unit: str
     stamps: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """One objective on the measured batch: its scores, and the gradient of its batch-mean loss at the same parameters.
+
+    Gradients are those of ``loss`` itself: not divided by the number of micro-batches, and divided by the loss scale where
+    mixed precision multiplied it. ``param_grads`` follows ``Step.parameters``; None where a parameter was not reached.
+    """
+
+    name: str  # "infonce" or "hn"
+    gamma: float
+    trained: bool
+    scores: Scores
+    loss: Tensor  # [] fp32, batch mean over anchors and directions, as training computes it
+    logit_grad: Tensor  # [N, N]
+    direction_grads: Mapping[str, Tensor]  # "i2t"/"t2i" -> [N, N], anchors in rows: that direction's half of the logit gradient
+    image_grad: Tensor  # [N, D]
+    text_grad: Tensor  # [N, D]
+    param_grads: Sequence[Tensor | None] | None  # None: not measured (the probe's price tier leaves it out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a quantity may look at, nothing else. All tensors are detached.
+
+    Fields of a later phase are None in an earlier one: ``accumulated`` (the averaged gradient of all micro-batches, before
+    clipping) and ``micro_losses`` exist after the last backward; ``before`` (the parameters ahead of the update) after it.
+    """
+
+    index: int
+    samples: int
+    batch: Batch
+    embeddings: Embeddings
+    initial_text: Tensor | None  # [B, D] the initial encoder's rows of the same captions
+    heads: Mapping[str, Head]
+    names: Sequence[str]
+    parameters: Sequence[Parameter]
+    structural_rows: Mapping[str, Tensor]  # parameter name -> bool [rows]: rows this batch cannot reach
+    scale_max: float | None
+    optimizer: Optimizer | None = None
+    accumulated: Sequence[Tensor | None] | None = None
+    micro_losses: Tensor | None = None  # [micro-batches]
+    before: Sequence[Tensor] | None = None

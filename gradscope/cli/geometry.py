@@ -97,9 +97,7 @@ def _summary(found: list[CaptionGeometry]) -> Table:
         "truncated by the encoder": [f"{g.n_truncated:,} ({g.n_truncated / g.n:.0%})" for g in found],
         "word-for-word duplicates": [f"{g.n_duplicates:,}" for g in found],
         "mean, all pairs": [f"{g.mean:.4f}" for g in found],
-        "median, all pairs" if exact else "median, all pairs (to 0.01)": [
-            f"{g.quantiles[0.5]:.{4 if exact else 2}f}" for g in found
-        ],
+        "median, all pairs" if exact else "median, all pairs (to 0.01)": [f"{g.quantiles[0.5]:.{4 if exact else 2}f}" for g in found],
         "hardest neighbour, mean": [f"{g.hardest_mean:.4f}" for g in found],
     }
     for threshold in found[0].pair_shares:

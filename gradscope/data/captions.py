@@ -64,9 +64,7 @@ NAMED = {
 }
 
 
-def read_captions(
-    data: str, *, caption_key: str | None = None, data_dir: Path | None = None, encoding: str = "utf-8"
-) -> Captions:
+def read_captions(data: str, *, caption_key: str | None = None, data_dir: Path | None = None, encoding: str = "utf-8") -> Captions:
     """Captions of a file or of a registered name (``scenes``, ``docci``, ``dci``).
 
     Raises:
@@ -93,8 +91,7 @@ def _existing_file(data: str) -> Path:
     if path.suffix.lower() in SUFFIXES or len(path.parts) > 1:
         raise ValueError(f"there is no file '{data}' (looked in {path.absolute().parent}); check the path.")
     raise ValueError(
-        unknown_name("data set", data, sorted([*data_sets.names(), *NAMED]))
-        + f" Or give a caption file ({', '.join(SUFFIXES)})."
+        unknown_name("data set", data, sorted([*data_sets.names(), *NAMED])) + f" Or give a caption file ({', '.join(SUFFIXES)})."
     )
 
 

@@ -87,9 +87,7 @@ class Scene:
 
 def make_thing(rng: Random, place: tuple[str, str]) -> Thing:
     """One object with independent, uniform attributes."""
-    return Thing(
-        kind=rng.choice(KINDS), colour=rng.choice(COLOURS), size=rng.choice(SIZES), pattern=rng.choice(PATTERNS), place=place
-    )
+    return Thing(kind=rng.choice(KINDS), colour=rng.choice(COLOURS), size=rng.choice(SIZES), pattern=rng.choice(PATTERNS), place=place)
 
 
 def make_scene(rng: Random, *, stream: str = "pretrain") -> Scene:

@@ -191,9 +191,7 @@ def _draw_losses(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame) -> None:
     for level, word, colour in ((THRESHOLD, "$10^{-3}$", "0.25"), (PAPER_FLOOR, "floor of the paper's plot", "0.7")):
         axis.axhline(level, color=colour, linewidth=0.6, linestyle=(0, (4, 2)), zorder=1)
         if level == PAPER_FLOOR:
-            axis.text(
-                0.99, level, word, color="0.5", fontsize=5.5, ha="right", va="bottom", transform=axis.get_yaxis_transform()
-            )
+            axis.text(0.99, level, word, color="0.5", fontsize=5.5, ha="right", va="bottom", transform=axis.get_yaxis_transform())
     _power_axis(axis, traces["value"], at_most=PAPER_FLOOR - 0.5)
     axis.set_ylabel("loss (nat)")
     _print_shares(axis, frame[frame["series"] == "share_below_1e-3"], bands)

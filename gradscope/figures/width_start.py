@@ -41,9 +41,7 @@ def start_widths(frame: pd.DataFrame) -> tuple[Figure, pd.DataFrame]:
     """
     missing = {"width", "batch", "log10_true"} - set(frame.columns)
     if missing or frame.empty:
-        raise ValueError(
-            f"start-widths needs rows with width, batch and log10_true; missing: {', '.join(sorted(missing)) or 'rows'}."
-        )
+        raise ValueError(f"start-widths needs rows with width, batch and log10_true; missing: {', '.join(sorted(missing)) or 'rows'}.")
     drawn = _with_shares(frame)
     with paper_style():
         figure = new_figure(COLUMN_INCHES, 2.2)

@@ -114,9 +114,7 @@ def draws(n_images: int, *, resamples: int, seed: int) -> Iterator[Array]:
         yield np.bincount(chosen.ravel(), minlength=count * n_images).reshape(count, n_images).astype(np.float64)
 
 
-def _interval(
-    statistic: Callable[[Array], Array], n_images: int, resamples: int, seed: int, level: float
-) -> tuple[Array, Array]:
+def _interval(statistic: Callable[[Array], Array], n_images: int, resamples: int, seed: int, level: float) -> tuple[Array, Array]:
     results = np.concatenate([statistic(weight) for weight in draws(n_images, resamples=resamples, seed=seed)])  # [R, K]
     low, high = np.quantile(results, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return low, high

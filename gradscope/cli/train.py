@@ -1,0 +1,94 @@
+"""gradscope train"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+#: flag parameter -> recipe key
+KEYS = {
+    "data": "data.name",
+    "encoder": "encoder.name",
+    "framework": "objective.framework",
+    "objective": "objective.name",
+    "gamma": "objective.gamma",
+    "margin": "objective.margin",
+    "token_weight": "objective.token_weight",
+    "loss_form": "objective.loss_form",
+    "epochs": "train.epochs",
+    "max_steps": "train.max_steps",
+    "batch_size": "train.batch_size",
+    "accumulate": "train.accumulate",
+    "accumulate_mode": "train.accumulate_mode",
+    "lr": "train.lr",
+    "scale": "train.scale",
+    "precision": "train.precision",
+    "device": "train.device",
+    "seed": "train.seed",
+    "workers": "train.workers",
+    "checkpoint_every": "train.checkpoint_every",
+    "log_grads": "probe.log_grads",
+    "probe_every": "probe.every",
+}
+
+
+def train(
+    data: Annotated[str | None, typer.Option(help="scenes, or a folder with train.jsonl. [default: scenes]")] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="tiny, a run, a folder, longclip-L, or an open_clip NAME:TAG. [default: tiny]")
+    ] = None,
+    framework: Annotated[str | None, typer.Option(help="clip, or the preset hn_clip (hn .5 + token term). [default: clip]")] = None,
+    objective: Annotated[str | None, typer.Option(help="infonce or hn. [default: infonce]")] = None,
+    gamma: Annotated[float | None, typer.Option(help="Weight of the margin; hn only. [default: 0.5]")] = None,
+    margin: Annotated[str | None, typer.Option(help="live, frozen, fixed or centred; hn only. [default: live]")] = None,
+    token_weight: Annotated[float | None, typer.Option(help="Weight of FILIP's token term. [default: 0]")] = None,
+    loss_form: Annotated[str | None, typer.Option(help="plain (cross-entropy) or residual. [default: plain]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over train. [default: 3]")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop (and end the schedule) after so many steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Records per micro-batch. [default: 16]")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step. [default: 1]")] = None,
+    accumulate_mode: Annotated[
+        str | None, typer.Option(help="narrow: softmax over one micro-batch; cached: over the whole step.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate of AdamW. [default: 1e-5]")] = None,
+    scale: Annotated[str | None, typer.Option(help="learn or fixed. [default: learn]")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the towers: fp32, bf16 or fp16. [default: fp32]")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. [default: auto]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the order of the data. [default: 42]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that decode pictures. [default: 0]")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. [default: one per epoch]")] = None,
+    log_grads: Annotated[bool | None, typer.Option("--log-grads", help="Turn the probe on.")] = None,
+    probe_every: Annotated[int | None, typer.Option(help="Probe steps 1, 1+N, 1+2N, ... [default: 5]")] = None,
+    output: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/train"),
+    recipe: Annotated[Path | None, typer.Option(help="A TOML recipe; flags and --set override it.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="table.key=value for every other setting; repeatable.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output from its last checkpoint.")] = False,
+) -> None:
+    """Fine-tune a dual encoder, and with --log-grads record why it stops learning.
+
+    Example: gradscope train --data scenes --objective hn --batch-size 16 --accumulate 8 --accumulate-mode narrow --log-grads
+    """
+    flags = {key: value for name, key in KEYS.items() if (value := locals()[name]) is not None}
+    settings = collect(recipe, set_ or [], flags, output if resume else None)
+
+    from gradscope.console import out
+    from gradscope.train import train as run
+    from gradscope.verdict import print_summary
+
+    if flags.get("probe.every") is not None and not settings.probe.log_grads:
+        raise ValueError("--probe-every has no effect without --log-grads")
+    result = run(settings, output, resume=resume)
+    out.print(f"validation R@1 (mean of both directions): last {result.last:.3f}, best {result.best:.3f} at step {result.best_step}")
+    if settings.probe.log_grads:
+        print_summary([output])
+    out.print(f"run: {output}")
+
+
+def collect(recipe: Path | None, assignments: list[str], flags: dict[str, Any], resumed: Path | None) -> Any:
+    """recipe file (or the resumed run's own) < --set < flags -> a checked Recipe."""
+    from gradscope.recipe import parse_set, read, resolve
+
+    tables = read(recipe) if recipe else read(resumed / "recipe.toml") if resumed and resumed.is_dir() else {}
+    return resolve(tables, {**dict(map(parse_set, assignments)), **flags})

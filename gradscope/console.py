@@ -1,0 +1,43 @@
+"""The one rich console, and a progress bar that appears only once there is something to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+#: Messages and progress go to stderr, so that a table on stdout can be piped.
+console = Console(stderr=True, highlight=False)
+out = Console(highlight=False)
+
+
+def bar(*columns: TextColumn) -> Progress:
+    """A progress bar with a count, the time gone and the time left; ``columns`` are drawn at its end."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        *columns,
+        console=console,
+        transient=True,
+    )
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields ``advance(done, total)``; the bar is drawn from the first call on."""
+    with bar() as display:
+        task = None
+
+        def advance(done: int, total: int) -> None:
+            nonlocal task
+            if task is None:
+                task = display.add_task(title, total=total)
+            display.update(task, completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,37 @@
+"""HN: InfoNCE in which the logit of each negative is raised by s * gamma * (similarity of its caption to the anchor's).
+
+    L = 1/2 [CE(s (S + gamma Gbar), y) + CE(s (S + gamma Gbar)^t, y)],  G = stopgrad(T T^t), Gbar = G with zero diagonal
+
+Source: HN-CLIP, section 2. Inference is unchanged: no embedding depends on gamma.
+How it can mislead: see ``gradscope.objectives.margin``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradscope.objectives import objectives
+from gradscope.objectives.margin import margin_matrix
+from gradscope.objectives.scores import dense_scores
+from gradscope.types import Scores
+
+
+@objectives.register("hn")
+@dataclass(frozen=True, kw_only=True)
+class HN:
+    """Hard negatives by caption similarity. With gamma 0 it equals ``InfoNCE``."""
+
+    gamma: float = 0.5
+    margin: str = "live"
+    name: str = "hn"
+
+    @property
+    def needs_initial_text(self) -> bool:
+        return self.margin == "frozen"
+
+    def scores(self, image: Tensor, text: Tensor, scale: Tensor, initial_text: Tensor | None = None) -> Scores:
+        """Unit rows [N, D] twice, scale [], and for the frozen margin the initial encoder's caption rows -> Scores."""
+        margin = margin_matrix(self.margin, self.gamma, text, initial_text)
+        return dense_scores(image, text, scale, margin)

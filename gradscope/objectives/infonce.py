@@ -1,0 +1,31 @@
+"""InfoNCE: L = 1/2 [CE(s S, y) + CE(s S^t, y)], y_i = i. Source: CLIP (Radford et al., 2021); HN-CLIP, section 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradscope.objectives import objectives
+from gradscope.objectives.scores import dense_scores
+from gradscope.types import Scores
+
+
+@objectives.register("infonce")
+@dataclass(frozen=True, kw_only=True)
+class InfoNCE:
+    """The plain contrastive objective."""
+
+    name: str = "infonce"
+
+    @property
+    def gamma(self) -> float:
+        return 0.0
+
+    @property
+    def needs_initial_text(self) -> bool:
+        return False
+
+    def scores(self, image: Tensor, text: Tensor, scale: Tensor, initial_text: Tensor | None = None) -> Scores:
+        """Unit rows [N, D] twice and scale [] -> Scores; ``initial_text`` is not looked at."""
+        return dense_scores(image, text, scale)

@@ -1,0 +1,50 @@
+"""Caption-similarity margins: what is added to the cosine of a negative.
+
+With G = T T^t of caption rows, detached, and its diagonal set to zero:
+    live      gamma * G                 of the captions as the encoder sees them now (HN-CLIP, section 2)
+    frozen    gamma * G0                of the INITIAL encoder's captions (the paper's ablation)
+    fixed     gamma * mean(G)           one constant off the diagonal: the control without any ranking of the negatives
+    centred   gamma * (G - mean(G))     the ranking without the constant; live = fixed + centred
+mean(G) is over the off-diagonal cells of the batch, from the live encoder.
+
+How it can mislead: with mean(G) = .84, scale 100 and gamma .5 the constant alone is 42 logits; a loss kept up by that constant
+is active, which is not yet learning. Exact-duplicate captions are false negatives and get the largest margin of all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MARGINS = ("live", "frozen", "fixed", "centred")
+
+
+def caption_cosines(rows: Tensor) -> Tensor:
+    """G with a zero diagonal: [N, D] unit rows -> [N, N], no gradient."""
+    rows = rows.detach()
+    return (rows @ rows.T).fill_diagonal_(0.0)
+
+
+def off_diagonal_mean(cosines: Tensor) -> Tensor:
+    """Mean over the N(N-1) off-diagonal cells of a matrix whose diagonal is zero: []."""
+    n = cosines.shape[0]
+    return cosines.sum() / (n * (n - 1))
+
+
+def margin_matrix(kind: str, gamma: float, text: Tensor, initial_text: Tensor | None) -> Tensor:
+    """The margin [N, N] of one batch, zero on the diagonal, no gradient.
+
+    Args:
+        kind: one of ``MARGINS``.
+        text: live caption rows [N, D].
+        initial_text: the initial encoder's rows [N, D0] of the same captions; needed by "frozen" only.
+    """
+    if kind == "frozen":
+        assert initial_text is not None
+        return gamma * caption_cosines(initial_text)
+    cosines = caption_cosines(text)
+    if kind == "live":
+        return gamma * cosines
+    mean = off_diagonal_mean(cosines)
+    constant = torch.full_like(cosines, 1.0).mul_(mean).fill_diagonal_(0.0)
+    return gamma * (constant if kind == "fixed" else cosines - constant)

@@ -1,0 +1,27 @@
+"""Where data and weights are looked for and where generated data are kept. No variable here changes a number."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """$GRADSCOPE_CACHE, else the user's cache folder."""
+    given = os.environ.get("GRADSCOPE_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradscope"
+
+
+def data_folders(given: Path | None = None) -> list[Path]:
+    """Folders searched for data and weights, in order: ``given`` (--data-dir), $GRADSCOPE_DATA, the cache's data folder."""
+    folders = [given] if given else []
+    if os.environ.get("GRADSCOPE_DATA"):
+        folders.append(Path(os.environ["GRADSCOPE_DATA"]))
+    return [*folders, cache_folder() / "data"]
+
+
+def search(name: str, given: Path | None = None) -> Path | None:
+    """The first file or folder called ``name`` in ``data_folders``, or None."""
+    return next((folder / name for folder in data_folders(given) if (folder / name).exists()), None)

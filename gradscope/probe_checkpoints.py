@@ -1,0 +1,82 @@
+"""The full reading set at given checkpoints, without training.
+
+Each checkpoint reads the same batches (same seed) at fixed weights: a "step" is a batch, and no update follows, so the phases "step"
+and "update" (accumulation, optimizer) have nothing to say and are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradscope.console import progress
+from gradscope.data.batching import Batches
+from gradscope.data.source import open_data
+from gradscope.encoders.load import load_encoder, resolve_device
+from gradscope.frameworks.clip import total_loss
+from gradscope.matmul import fp32_products
+from gradscope.optim import make_optimizer
+from gradscope.provenance import provenance
+from gradscope.recipe import resolve
+from gradscope.runlog import RunLog
+from gradscope.train import make_framework, make_probe
+
+
+def probe_checkpoints(
+    names: Sequence[str],
+    *,
+    data: str,
+    split: str,
+    width: int,
+    batches: int,
+    gamma: float,
+    seed: int,
+    device: str,
+    output: Path,
+) -> list[Path]:
+    """One run directory per checkpoint under ``output``, in the order given. Raises ValueError for bad names or data."""
+    place = resolve_device(device)
+    source = open_data(data)
+    records = source.records(split)
+    paths = []
+    for name in names:
+        tables = {
+            "data": {"name": data},
+            "encoder": {"name": name},
+            "objective": {"name": "hn", "gamma": gamma},
+            "train": {"batch_size": width, "seed": seed, "device": str(place), "max_steps": batches, "epochs": 1},
+            "probe": {"log_grads": True, "every": 1},
+        }
+        recipe = resolve(tables, {})
+        encoder = load_encoder(name, place)
+        framework = make_framework(recipe)
+        probe = make_probe(recipe, encoder, framework, make_optimizer(encoder, recipe.train))
+        assert probe is not None
+        stream = Batches(records=records, encoder=encoder, batch_size=width, accumulate=1, seed=seed)
+        count = min(batches, stream.steps_per_epoch)
+        path = output / re.sub(r"[^A-Za-z0-9_.=-]+", "-", name).strip("-")
+        with fp32_products(place) as products:
+            facts = provenance(
+                fp32_products=products,
+                width=width,
+                data={"name": data, "split": split, "train_sha256": source.fingerprint(split)},
+            )
+            with (
+                RunLog.create(path, recipe_toml=recipe.toml(), provenance=facts) as log,
+                progress(f"probing {name}") as advance,
+            ):
+                for step, (batch,) in enumerate(stream.steps(1, count), 1):
+                    encoder.zero_grad(set_to_none=True)
+                    probe.begin(step, (step - 1) * width)
+                    embeddings = encoder.embed(batch)
+                    terms = framework(embeddings)
+                    total = total_loss(terms)
+                    with probe.watching(batch, embeddings, terms):
+                        total.backward()
+                    log.write_readings(probe.flush())
+                    log.write_steps([{"step": step, "samples": step * width, "epoch": 1, "loss": float(total.detach())}])
+                    advance(step, count)
+                log.finish()
+        paths.append(path)
+    return paths

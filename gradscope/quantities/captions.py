@@ -1,0 +1,62 @@
+"""The captions of the measured batch: how alike they are, and what that makes of the margin.
+
+    mean, hardest_mean, hardest_max    cosine over all pairs; mean and largest over captions of the nearest other caption
+    histogram                          counts of the N(N-1)/2 pair cosines in 60 bins from -0.2 to 1.0 (outliers in the end bins)
+    near_duplicates                    share of captions with another at cosine >= .95
+    exact_duplicates, truncated        number of captions that repeat an earlier string; that were cut at the context
+    margin_logits                      scale * gamma * mean: how many logits of the margin are a constant
+    drift                              mean |G_ij - G0_ij| against the initial encoder's captions
+
+Source: paper facts, sections 1, 2 and 7.8. How it can mislead: a batch of 16 shows few near neighbours of a data set that is full of
+them; see ``gradscope caption-geometry`` for the set and for the width effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradscope.objectives.margin import caption_cosines, off_diagonal_mean
+from gradscope.quantities import quantities
+from gradscope.types import Reading, Step
+
+NEAR = 0.95
+BINS, LOW, HIGH = 60, -0.2, 1.0
+
+
+@quantities.register("captions")
+@dataclass(frozen=True, kw_only=True)
+class Captions:
+    phase: ClassVar[str] = "batch"
+
+    def __call__(self, step: Step) -> list[Reading]:
+        cosines = caption_cosines(step.embeddings.text)  # [N, N]
+        n = len(cosines)
+        eye = torch.eye(n, dtype=torch.bool, device=cosines.device)
+        hardest = cosines.masked_fill(eye, -2.0).amax(dim=1)  # [N]
+        mean = off_diagonal_mean(cosines)
+        values: dict[str, tuple[Tensor | float, str]] = {
+            "mean": (mean, "cosine"),
+            "hardest_mean": (hardest.mean(), "cosine"),
+            "hardest_max": (hardest.max(), "cosine"),
+            "histogram": (_histogram(cosines), "pairs"),
+            "near_duplicates": ((hardest >= NEAR).double().mean(), "share"),
+            "exact_duplicates": (float(n - len(set(step.batch.captions))), "captions"),
+            "truncated": (float((step.batch.lengths > step.batch.texts["full"].shape[1]).sum()), "captions"),
+            "margin_logits": (step.embeddings.scale * step.heads["hn"].gamma * mean, "logits"),
+        }
+        if step.initial_text is not None:
+            start = caption_cosines(step.initial_text)
+            values["drift"] = ((cosines - start).abs().sum() / (n * (n - 1)), "cosine")
+        return [Reading(quantity="captions", key=key, term="", value=v, unit=unit) for key, (v, unit) in values.items()]
+
+
+def _histogram(cosines: Tensor) -> Tensor:
+    n = len(cosines)
+    upper = torch.triu_indices(n, n, offset=1, device=cosines.device)
+    pairs = cosines[upper[0], upper[1]]
+    bins = ((pairs.nan_to_num(nan=LOW) - LOW) / (HIGH - LOW) * BINS).long().clamp(0, BINS - 1)
+    return torch.bincount(bins, minlength=BINS)

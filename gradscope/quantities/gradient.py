@@ -1,0 +1,76 @@
+"""The full-parameter gradient of each objective at the same parameters and on the same batch (the paper's Figure 4b).
+
+    norm, log10_norm, max_abs     over all trainable parameters, by objective; norm.<tower>, norm.<tower>.<block> of its parts
+    pair: ratio, log10_ratio      norm of HN / norm of InfoNCE
+    pair: cosine                  between the two gradients
+
+Norms are formed on tensors divided by the largest entry and summed in float64 (``gradscope.metrics.gradients``).
+The second objective costs one more backward pass through the towers.
+How to read: ratio 1e4 with cosine .5 says that HN still moves the model where InfoNCE has stopped, in a related direction.
+How it can mislead: Adam divides the size away: see ``optimizer``. The norm of ONE micro-batch is not the norm of the step's average
+gradient: see ``accumulation``. A large HN norm can come from the margin's constant alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradscope.metrics.gradients import cosine, max_abs, squared_parts
+from gradscope.quantities import quantities
+from gradscope.types import Reading, Step
+
+_BLOCK = re.compile(r"\.(?:resblocks|layers|layer|blocks|h)\.(\d+)\.")
+
+
+@quantities.register("gradient")
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    phase: ClassVar[str] = "batch"
+
+    def __call__(self, step: Step) -> list[Reading]:
+        readings, norms = [], {}
+        parts = parts_of(step.names)
+        for name, head in step.heads.items():
+            if head.param_grads is None:
+                continue
+            unit = max_abs(head.param_grads)
+            squares = squared_parts(head.param_grads, unit)
+            norms[name] = unit.double() * squares.sum().sqrt()
+            values = {"norm": norms[name], "log10_norm": norms[name].log10(), "max_abs": unit.double()}
+            for part, indices in parts.items():
+                values[f"norm.{part}"] = unit.double() * squares[indices].sum().sqrt()
+            readings += [
+                Reading(quantity="gradient", key=key, term=name, value=value, unit="log10" if "log10" in key else "nat / weight")
+                for key, value in values.items()
+            ]
+        if len(norms) == 2:
+            readings += _pair(step, norms)
+        return readings
+
+
+def _pair(step: Step, norms: dict[str, Tensor]) -> list[Reading]:
+    infonce, hn = step.heads["infonce"].param_grads, step.heads["hn"].param_grads
+    assert infonce is not None
+    assert hn is not None
+    ratio = norms["hn"] / norms["infonce"]
+    values = {"ratio": ratio, "log10_ratio": ratio.log10(), "cosine": cosine(infonce, hn)}
+    units = {"ratio": "ratio", "log10_ratio": "log10", "cosine": "cosine"}
+    return [Reading(quantity="gradient", key=k, term="pair", value=v, unit=units[k]) for k, v in values.items()]
+
+
+def parts_of(names: Sequence[str]) -> dict[str, Tensor]:
+    """Parameter names -> indices by tower ("image", "text", "scale") and by block ("image.block03")."""
+    parts: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        tower = "scale" if "logit_scale" in name or "log_scale" in name else "image" if "visual" in name else "text"
+        parts.setdefault(tower, []).append(index)
+        block = _BLOCK.search(name)
+        if block:
+            parts.setdefault(f"{tower}.block{int(block.group(1)):02d}", []).append(index)
+    return {part: torch.tensor(indices) for part, indices in parts.items()}

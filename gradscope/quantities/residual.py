@@ -1,0 +1,72 @@
+"""How much probability the negatives still hold, and which negatives hold it.
+
+    mean, median, max, log10_mean .<direction>     of the residuals 1 - p_ii, summed over the negatives, float64
+    mass_topK_by_H.<direction>                     mean over anchors of sum_{j in top K} p_ij
+    share_topK_by_H.<direction>                    mean over anchors of that sum / residual;   K = 1, 5, 10
+    uniform_topK                                   K / (width - 1): the share if all negatives were alike
+    effective_negatives.<direction>                exp(entropy of p_ij / residual), mean over anchors: 1 ... width - 1
+
+H is how "hardest" is ranked: by_caption (cosine of the anchor's caption with the other's) or by_logit (image-caption cosine, without
+the margin). Where K exceeds the number of negatives, all of them are taken and share and uniform are 1.
+How it can mislead: a share is high in any narrow softmax, so read it beside uniform_topK; ties at the K-th place are cut arbitrarily.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradscope.metrics.softmax import entropy_number, log_odds, negative_log_shares, negatives, per_direction
+from gradscope.quantities import quantities
+from gradscope.types import Head, Reading, Step
+
+
+@quantities.register("residual")
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    top: tuple[int, ...] = (1, 5, 10)
+    phase: ClassVar[str] = "batch"
+
+    def __call__(self, step: Step) -> list[Reading]:
+        captions = step.embeddings.text @ step.embeddings.text.T  # [N, N]
+        readings = []
+        for head in step.heads.values():
+            width = head.scores.logits.shape[1]
+            for k in self.top:
+                uniform = min(k, width - 1) / (width - 1)
+                readings.append(self._reading(head, f"uniform_top{k}", uniform, "share"))
+            cosines = per_direction(head.scores.cosine)
+            for direction, logits in per_direction(head.scores.logits).items():
+                readings += self._direction(head, direction, logits, {"caption": captions, "logit": cosines[direction]})
+        return readings
+
+    def _direction(self, head: Head, direction: str, logits: Tensor, hardness: dict[str, Tensor]) -> list[Reading]:
+        x = log_odds(logits)
+        r = torch.sigmoid(x)  # [N]
+        shares = negative_log_shares(logits)  # [N, N]
+        values = {
+            "mean": r.mean(),
+            "median": torch.quantile(r, 0.5),
+            "max": r.max(),
+            "log10_mean": (torch.logsumexp(torch.nn.functional.logsigmoid(x), 0) - torch.log(torch.tensor(float(len(x)))))
+            / torch.log(torch.tensor(10.0, dtype=torch.float64)),
+        }
+        readings = [self._reading(head, f"{key}.{direction}", value, "probability") for key, value in values.items()]
+        for ranking, matrix in hardness.items():
+            order = negatives(matrix).argsort(dim=1, descending=True)  # the anchor itself is -inf: last
+            ranked = shares.exp().gather(1, order)
+            for k in self.top:
+                share = ranked[:, : min(k, ranked.shape[1] - 1)].sum(dim=1)
+                name = f"top{k}_by_{ranking}.{direction}"
+                readings.append(self._reading(head, f"share_{name}", share.mean(), "share"))
+                readings.append(self._reading(head, f"mass_{name}", (share * r).mean(), "probability"))
+        number = entropy_number(shares).mean()
+        readings.append(self._reading(head, f"effective_negatives.{direction}", number, "negatives"))
+        return readings
+
+    @staticmethod
+    def _reading(head: Head, key: str, value: Tensor | float, unit: str) -> Reading:
+        return Reading(quantity="residual", key=key, term=head.name, value=value, unit=unit)

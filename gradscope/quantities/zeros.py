@@ -1,0 +1,111 @@
+"""Exactly zero gradient entries, and the four different things that "the gradient is zero in fp32" can mean.
+
+Counted on the very fp32 tensors of the measured batch (count_nonzero; denormals count as non-zero unless the process flushes them):
+    entries.X, rows.X             share of zero entries / of rows that are zero throughout, X = logits, embeddings
+    entries.parameters            share of zero entries over all trainable parameters
+    structural.parameters         share of entries in rows this batch cannot reach (ids not in it, positions beyond its texts)
+    entries_reached.parameters    share of zeros among all other entries: the one that may speak of saturation
+    tensors.parameters            share of tensors that are zero throughout; unused.parameters counts those without a gradient
+    all_zero.X                    1 if every entry is 0.0                                                          case (i)
+    naive_norm_zero               1 if the fp32 norm prints 0 while an entry is not: squares underflow             case (ii)
+    loss_zero_gradient_not        1 if the fp32 loss prints 0 while a logit gradient is not                       case (iii)
+    positive_zero.<direction>     share of anchors whose own cell is exactly 0 while a negative's is not: the pull is lost  (iv)
+    row_sum.<direction>           largest |row sum| / row absolute sum of that direction's logit gradient; 0 in exact arithmetic
+
+Source: paper facts, section 7.1. How it can mislead: a raw zero share is dominated by structure (99 % of a stock token embedding);
+fp32 saturation alone needs a logit gap of about 100 before an entry is exactly zero, so a high rate usually has another cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradscope.metrics.gradients import naive_norm, present, zero_counts
+from gradscope.quantities import quantities
+from gradscope.types import Head, Reading, Step
+
+
+@quantities.register("zeros")
+@dataclass(frozen=True, kw_only=True)
+class Zeros:
+    phase: ClassVar[str] = "batch"
+
+    def __call__(self, step: Step) -> list[Reading]:
+        readings = []
+        for head in step.heads.values():
+            values: dict[str, Tensor | float] = {}
+            values |= _matrix("logits", head.logit_grad)
+            values |= _matrix("embeddings", head.image_grad, head.text_grad)
+            values["loss_zero_gradient_not"] = ((head.loss == 0) & head.logit_grad.any()).double()
+            for direction, gradient in head.direction_grads.items():
+                values |= _direction(direction, gradient)
+            if head.param_grads is not None:
+                values |= _parameters(step, head)
+            readings += [
+                Reading(quantity="zeros", key=key, term=head.name, value=value, unit=_unit(key)) for key, value in values.items()
+            ]
+        return readings
+
+
+def _unit(key: str) -> str:
+    if key.startswith(("all_zero", "naive", "loss_zero")):
+        return "0/1"
+    return "tensors" if key == "unused.parameters" else "ratio" if key.startswith("row_sum") else "share"
+
+
+def _matrix(name: str, *gradients: Tensor) -> dict[str, Tensor]:
+    rows = torch.cat([(g == 0).all(dim=1) for g in gradients])
+    entries = torch.cat([(g == 0).flatten() for g in gradients])
+    return {
+        f"entries.{name}": entries.double().mean(),
+        f"rows.{name}": rows.double().mean(),
+        f"all_zero.{name}": entries.all().double(),
+    }
+
+
+def _direction(direction: str, gradient: Tensor) -> dict[str, Tensor]:
+    lost = (gradient.diagonal() == 0) & (gradient != 0).any(dim=1)
+    total = gradient.double().sum(dim=1).abs()
+    size = gradient.double().abs().sum(dim=1)
+    return {
+        f"positive_zero.{direction}": lost.double().mean(),
+        f"row_sum.{direction}": torch.where(size == 0, torch.zeros_like(size), total / size).max(),
+    }
+
+
+def _parameters(step: Step, head: Head) -> dict[str, Tensor | float]:
+    assert head.param_grads is not None
+    grads = head.param_grads
+    zeros = zero_counts(grads)  # [tensors]
+    sizes = [0 if g is None else g.numel() for g in grads]
+    structural, structural_zeros = _structural(step, grads)
+    every = sum(sizes)
+    all_zero = zeros.sum() == every
+    empty = torch.stack([count == size for count, size in zip(zeros, sizes, strict=True) if size])
+    return {
+        "entries.parameters": zeros.sum().double() / every,
+        "structural.parameters": structural.double() / every,
+        "entries_reached.parameters": (zeros.sum() - structural_zeros).double() / (every - structural),
+        "tensors.parameters": empty.double().mean(),
+        "unused.parameters": float(len(grads) - len(present(grads))),
+        "all_zero.parameters": all_zero.double(),
+        "naive_norm_zero": ((naive_norm(grads) == 0) & ~all_zero).double(),
+    }
+
+
+def _structural(step: Step, grads: object) -> tuple[Tensor, Tensor]:
+    """Entries in unreachable rows, and how many of those are exactly zero, both int64 []."""
+    assert isinstance(grads, (list, tuple))
+    device = step.embeddings.text.device
+    entries = zeros = torch.zeros((), dtype=torch.int64, device=device)
+    for name, gradient in zip(step.names, grads, strict=True):
+        rows = step.structural_rows.get(name)
+        if rows is None or gradient is None:
+            continue
+        entries = entries + rows.sum() * gradient.shape[1]
+        zeros = zeros + ((gradient == 0).sum(dim=1) * rows).sum()
+    return entries, zeros

@@ -1,0 +1,262 @@
+"""The resolved settings of a run: five tables, TOML in and out, refused early.
+
+    recipe.toml < --set table.key=value < flags
+An unknown key is answered with the nearest known one; a setting that would be ignored is an error. What is written to the run has
+every default spelled out and is itself runnable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradscope.registry import unknown_name
+
+OBJECTIVES = ("infonce", "hn")
+MARGINS = ("live", "frozen", "fixed", "centred")
+LOSS_FORMS = ("plain", "residual")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """``val_share`` of train is held out by image id where the data set has no val split."""
+
+    name: str = "scenes"
+    val_share: float = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    name: str = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """gamma and margin belong to hn; infonce resolves them to 0 and "none"."""
+
+    framework: str = "clip"
+    name: str = "infonce"
+    gamma: float = 0.5
+    margin: str = "live"
+    token_weight: float = 0.0
+    loss_form: str = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """max_steps 0: all steps of all epochs. warmup is a number of steps. checkpoint_every 0: at the end of each epoch."""
+
+    epochs: int = 3
+    max_steps: int = 0
+    batch_size: int = 16
+    accumulate: int = 1
+    accumulate_mode: str = "none"
+    lr: float = 1e-5
+    warmup: int = 0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    grad_clip: float = 0.0
+    scale: str = "learn"
+    scale_max: float = 100.0
+    precision: str = "fp32"
+    device: str = "auto"
+    seed: int = 42
+    workers: int = 0
+    checkpoint_every: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """log_grads turns the probe on; second_backward is the price tier of the other objective's full gradient."""
+
+    log_grads: bool = False
+    every: int = 5
+    second_backward: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    data: Data = field(default_factory=Data)
+    encoder: Encoder = field(default_factory=Encoder)
+    objective: Objective = field(default_factory=Objective)
+    train: Train = field(default_factory=Train)
+    probe: ProbeSettings = field(default_factory=ProbeSettings)
+
+    @property
+    def width(self) -> int:
+        """Candidates per softmax: the micro-batch, or with cached accumulation all of the step."""
+        wide = self.train.accumulate if self.train.accumulate_mode == "cached" else 1
+        return self.train.batch_size * wide
+
+    @property
+    def negatives_per_anchor(self) -> int:
+        return self.width - 1
+
+    @property
+    def chance(self) -> float:
+        """ln(width): the loss of guessing, in nat."""
+        return math.log(self.width)
+
+    def toml(self) -> str:
+        import tomli_w
+
+        return tomli_w.dumps(dataclasses.asdict(self))
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A recipe file -> nested dict. Raises ValueError if it is missing or not TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise ValueError(f"recipe '{path}' does not exist") from error
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise ValueError(f"recipe '{path}' cannot be read as TOML: {error}") from error
+
+
+def parse_set(assignment: str) -> tuple[str, Any]:
+    """ "train.lr=1e-5" -> ("train.lr", 1e-5). Values are TOML; a bare word is a string."""
+    key, equals, text = assignment.partition("=")
+    if not equals or "." not in key:
+        raise ValueError(f"--set takes table.key=value, e.g. train.lr=1e-5; got '{assignment}'")
+    return key.strip(), parse_value(text.strip())
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value; anything that is not one is taken as a string (so live need not be quoted); ".5" counts as 0.5."""
+    if text.startswith("."):
+        text = f"0{text}"
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def resolve(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
+    """Nested tables and dotted overrides -> a checked Recipe.
+
+    Raises:
+        ValueError: unknown table or key, wrong type, impossible value or pair; names what is allowed.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for table, values in tables.items():
+        if not isinstance(values, Mapping):
+            raise ValueError(unknown_name("recipe table", table, _tables()))
+        merged[table] = dict(values)
+    for dotted, value in overrides.items():
+        table, _, key = dotted.partition(".")
+        merged.setdefault(table, {})[key] = value
+    built = {}
+    for table, values in merged.items():
+        if table not in _tables():
+            raise ValueError(unknown_name("recipe table", table, _tables()))
+        built[table] = _table(table, values)
+    given = {f"{table}.{key}" for table, values in merged.items() for key in values}
+    recipe = _with_presets(Recipe(**built), given)
+    check(recipe)
+    return recipe
+
+
+def _tables() -> list[str]:
+    return [f.name for f in dataclasses.fields(Recipe)]
+
+
+def _table(table: str, values: Mapping[str, Any]) -> Any:
+    kind = {f.name: f.default_factory for f in dataclasses.fields(Recipe)}[table]
+    default: Any = kind()  # type: ignore[operator]
+    fields = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
+    typed = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise ValueError(unknown_name(f"key of [{table}]", key, list(fields)))
+        typed[key] = _typed(f"{table}.{key}", value, fields[key])
+    return dataclasses.replace(default, **typed)
+
+
+def _typed(name: str, value: Any, default: Any) -> Any:
+    wanted = type(default)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not wanted:
+        words = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}
+        raise ValueError(f"{name} must be {words[wanted]}; got {value!r}")
+    return value
+
+
+def _with_presets(recipe: Recipe, given: set[str]) -> Recipe:
+    """Spells out what a preset fixes and what infonce and single batches leave without meaning; refuses contradictions."""
+    objective, train = recipe.objective, recipe.train
+    if objective.framework == "hn_clip":
+        from gradscope.frameworks.hn_clip import PRESET
+
+        for key, value in PRESET.items():
+            field_name = "name" if key == "objective" else key
+            if f"objective.{field_name}" in given and getattr(objective, field_name) != value:
+                raise ValueError(
+                    f"--framework hn_clip means {key} {value}; got {getattr(objective, field_name)}. Use --framework clip to choose"
+                )
+        objective = dataclasses.replace(objective, **{"name" if k == "objective" else k: v for k, v in PRESET.items()})
+    if objective.name == "infonce":
+        ignored = objective.gamma != 0 and "objective.gamma" in given
+        if ignored or ("objective.margin" in given and objective.margin != "none"):
+            raise ValueError("--gamma and --margin belong to --objective hn and would be ignored by infonce; drop them or use hn")
+        objective = dataclasses.replace(objective, gamma=0.0, margin="none")
+    if train.accumulate == 1 and train.accumulate_mode not in ("none",):
+        raise ValueError(f"--accumulate-mode {train.accumulate_mode} has no effect with --accumulate 1; drop it or raise --accumulate")
+    return dataclasses.replace(recipe, objective=objective)
+
+
+def check(recipe: Recipe) -> None:
+    """Everything that can be refused before weights load. Raises ValueError."""
+    objective, train, probe = recipe.objective, recipe.train, recipe.probe
+    _one_of("--framework", objective.framework, ("clip", "hn_clip"))
+    _one_of("--objective", objective.name, OBJECTIVES)
+    if objective.name == "hn":
+        _one_of("--margin", objective.margin, MARGINS)
+    _one_of("--loss-form", objective.loss_form, LOSS_FORMS)
+    _one_of("--precision", train.precision, PRECISIONS)
+    _one_of("--scale", train.scale, ("learn", "fixed"))
+    if train.accumulate > 1 and train.accumulate_mode not in ("narrow", "cached"):
+        raise ValueError(
+            f"--accumulate {train.accumulate} needs --accumulate-mode: narrow (softmax of {train.batch_size} candidates, averaged "
+            f"over {train.accumulate} micro-batches, as the paper's code) or cached (one softmax of "
+            f"{train.batch_size * train.accumulate} candidates)"
+        )
+    if train.accumulate_mode == "cached" and train.precision == "fp16":
+        raise ValueError("--accumulate-mode cached runs in fp32 or bf16; use --precision bf16")
+    positive = {"train.epochs": train.epochs, "train.accumulate": train.accumulate, "probe.every": probe.every}
+    for name, value in positive.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    if train.batch_size < 2:
+        raise ValueError(f"train.batch_size must be at least 2 (one positive and one negative); got {train.batch_size}")
+    at_least_zero = {
+        "train.lr": train.lr,
+        "train.max_steps": train.max_steps,
+        "train.warmup": train.warmup,
+        "train.weight_decay": train.weight_decay,
+        "train.grad_clip": train.grad_clip,
+        "train.workers": train.workers,
+        "train.checkpoint_every": train.checkpoint_every,
+        "objective.gamma": objective.gamma,
+        "objective.token_weight": objective.token_weight,
+    }
+    for name, number in at_least_zero.items():
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{name} must be a finite number, 0 or more; got {number}")
+    if not 0 < recipe.data.val_share < 1:
+        raise ValueError(f"data.val_share must be between 0 and 1; got {recipe.data.val_share}")
+    if not (0 <= train.beta1 < 1 and 0 <= train.beta2 < 1 and train.eps > 0 and train.scale_max > 1):
+        raise ValueError("train.beta1 and beta2 must be in [0, 1), eps above 0 and scale_max above 1")
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(unknown_name(f"value of {flag}", value, list(allowed)))

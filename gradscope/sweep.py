@@ -1,0 +1,102 @@
+"""A grid of runs: every combination of the swept settings, several seeds, each trained and evaluated, resumable.
+
+    objective.gamma=0,.25,.5                                            one setting
+    train.batch_size+train.accumulate+train.accumulate_mode=16+8+narrow,128+1+none     settings that move together
+A run that has finished is left alone, one that was cut off is resumed, so the same command can be given again until it is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradscope.recipe import Recipe, parse_value, resolve
+from gradscope.runlog import Run, is_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One point of the grid: its settings, seed, folder and resolved recipe."""
+
+    settings: dict[str, Any]
+    seed: int
+    path: Path
+    recipe: Recipe
+
+
+def parse_over(text: str) -> list[dict[str, Any]]:
+    """ "a.b=1,2" -> [{"a.b": 1}, {"a.b": 2}]; "a.b+c.d=1+x,2+y" moves two settings together. Raises ValueError."""
+    keys, equals, values = text.partition("=")
+    names = [key.strip() for key in keys.split("+")]
+    if not equals or not values or any("." not in name for name in names):
+        raise ValueError(f"--over takes table.key=value,value,...; got '{text}'")
+    points = []
+    for value in values.split(","):
+        parts = value.split("+")
+        if len(parts) != len(names):
+            raise ValueError(f"--over {keys} sets {len(names)} settings at once, but '{value}' has {len(parts)} values")
+        points.append(dict(zip(names, map(parse_value, parts), strict=True)))
+    return points
+
+
+def arms(tables: Mapping[str, Any], over: Sequence[str], seeds: int, output: Path) -> list[Arm]:
+    """The whole grid, each recipe checked before anything runs. Seeds are the recipe's own, +1, +2, ..."""
+    first = resolve(tables, {}).train.seed
+    grid = []
+    for combination in itertools.product(*map(parse_over, over)):
+        settings = {key: value for point in combination for key, value in point.items()}
+        for seed in range(first, first + seeds):
+            recipe = resolve(tables, {**settings, "train.seed": seed})
+            words = [f"{key.split('.')[-1]}={value}" for key, value in settings.items()]
+            grid.append(Arm(settings=settings, seed=seed, path=output / ",".join([*words, f"seed={seed}"]), recipe=recipe))
+    return grid
+
+
+def run_arm(arm: Arm, split: str) -> None:
+    """Trains (or resumes) one arm and evaluates its last checkpoint on ``split``; does nothing where both are done."""
+    from gradscope.data.source import open_data
+    from gradscope.encoders.load import load_encoder, resolve_device
+    from gradscope.evaluate import evaluate
+    from gradscope.evaluation_file import write_evaluation, write_hits
+    from gradscope.matmul import fp32_products
+    from gradscope.train import train
+
+    if not (is_run(arm.path) and Run(arm.path).done):
+        train(arm.recipe, arm.path, resume=is_run(arm.path), quiet=True)
+    target = arm.path / f"eval-{split}.json"
+    if target.is_file():
+        return
+    source = open_data(arm.recipe.data.name)
+    device = resolve_device(arm.recipe.train.device)
+    with fp32_products(device):
+        result, embedded = evaluate(load_encoder(str(arm.path), device), source.records(split))
+    write_hits(target.with_suffix(".npz"), result)
+    write_evaluation(target, str(arm.path), source, split, result, embedded)
+
+
+def sweep(grid: Sequence[Arm], split: str, advance: Callable[[int, int], None] | None = None) -> Any:
+    """Runs a grid in order; returns a frame with a row per arm, direction and metric."""
+    for done, arm in enumerate(grid):
+        if advance:
+            advance(done, len(grid))
+        run_arm(arm, split)
+    if advance:
+        advance(len(grid), len(grid))
+    return collect(grid, split)
+
+
+def collect(grid: Sequence[Arm], split: str) -> Any:
+    """The evaluations of a finished grid as a frame: the swept settings, width, seed, direction, metric, value, low, high."""
+    import pandas as pd
+
+    rows = []
+    for arm in grid:
+        content = json.loads((arm.path / f"eval-{split}.json").read_text(encoding="utf-8"))
+        for metric in content["metrics"]:
+            kept = {key: metric[key] for key in ("direction", "metric", "value", "low", "high", "n_queries", "n_candidates")}
+            rows.append({**arm.settings, "width": arm.recipe.width, "seed": arm.seed, **kept, "path": str(arm.path)})
+    return pd.DataFrame(rows)

@@ -1,0 +1,456 @@
+"""The training loop, flat, in execution order.
+
+    embed; terms; total; backward (watched by the probe); read; clip; optimizer step; log
+Step k reads the parameters before the k-th update. A step averages its micro-batches' gradients once, after the last backward, so
+that what the probe sees of one micro-batch is the gradient of that one softmax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import TextColumn
+from torch import Tensor
+
+from gradscope import cached, checkpoint
+from gradscope.console import bar, console
+from gradscope.data.batching import Batches
+from gradscope.data.source import DataSource, held_out, open_data
+from gradscope.encoders.dual import DualEncoder
+from gradscope.encoders.load import load_encoder, resolve_device
+from gradscope.evaluate import evaluate
+from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.matmul import fp32_products
+from gradscope.objectives.hn import HN
+from gradscope.objectives.infonce import InfoNCE
+from gradscope.optim import make_optimizer, rate, set_rate, trainable
+from gradscope.probe import Probe, all_quantities
+from gradscope.provenance import provenance
+from gradscope.recipe import Recipe, read, resolve
+from gradscope.runlog import Run, RunLog, checkpoint_step
+from gradscope.types import Batch, Embeddings, Record, Term
+
+#: The gamma at which an InfoNCE run reads HN: the paper's.
+PAPER_GAMMA = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run ended with. Recall is the mean of both directions' R@1 on validation, a fraction."""
+
+    path: Path
+    steps: int
+    last: float
+    best: float
+    best_step: int
+
+
+def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = False) -> Trained:
+    """Runs a recipe into ``output``.
+
+    Args:
+        recipe: checked settings.
+        output: the run directory; must be new, or with ``resume`` a run of the same recipe.
+        quiet: no progress bar and no header (used by sweeps).
+
+    Raises:
+        ValueError: bad settings, data or weights; a resume whose recipe or data differ.
+        FloatingPointError: a non-finite loss; the last checkpoint is kept.
+    """
+    settings = recipe.train
+    device = resolve_device(settings.device)
+    torch.manual_seed(settings.seed)
+    encoder = load_encoder(recipe.encoder.name, device)
+    framework = make_framework(recipe)
+    if framework.needs_tokens:
+        encoder.add_token_scale()
+    encoder.model.logit_scale.requires_grad_(settings.scale == "learn")
+    if settings.accumulate_mode == "cached":
+        cached.check_replayable(encoder)
+    data = open_data(recipe.data.name)
+    train_records, val_records = _splits(data, recipe)
+    batches = Batches(
+        records=train_records,
+        encoder=encoder,
+        batch_size=settings.batch_size,
+        accumulate=settings.accumulate,
+        seed=settings.seed,
+        workers=settings.workers,
+    )
+    total_steps = _total_steps(recipe, batches)
+    optimizer = make_optimizer(encoder, settings)
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
+    probe = make_probe(recipe, encoder, framework, optimizer)
+
+    with ExitStack() as stack:
+        products = stack.enter_context(fp32_products(device))
+        facts = provenance(
+            fp32_products=products,
+            data={"name": data.name, "train_sha256": data.fingerprint("train"), "records": len(train_records)},
+            validation={"records": len(val_records), "held_out_of_train": "val" not in data.splits()},
+            width=recipe.width,
+            negatives_per_anchor=recipe.negatives_per_anchor,
+            chance=recipe.chance,
+            total_steps=total_steps,
+            left_out_per_epoch=batches.left_out,
+            truncated_captions=batches.tokenized.truncated(),
+        )
+        log, first = _open_log(stack, recipe, output, resume, facts)
+        if first > 1:
+            checkpoint.load(log.checkpoint_dir(first - 1), encoder, optimizer, scaler)
+        if not quiet:
+            _print_header(recipe, batches, total_steps, len(val_records), products, facts)
+        initial = _initial_captions(recipe, framework, encoder, batches, log, first)
+        rows = {record.id: i for i, record in enumerate(train_records)}
+        best = _best_so_far(log)
+        if first == 1:
+            best = _validate(encoder, val_records, data.name, log, step=0, epoch=0, best=best)
+
+        embed = _Embed(encoder, framework.needs_tokens, settings.precision)
+        show = stack.enter_context(_display(total_steps, first, quiet))
+        encoder.train()
+        for step, micro_batches in enumerate(batches.steps(first, total_steps), first):
+            start = time.perf_counter()
+            epoch = batches.epoch_of(step)
+            set_rate(optimizer, rate(step, total_steps, settings.warmup, settings.lr))
+            optimizer.zero_grad(set_to_none=True)
+            if probe:
+                probe.begin(step, (step - 1) * batches.per_step)
+            losses: list[Tensor] = []
+            if settings.accumulate_mode == "cached":
+                whole = cached.joined(micro_batches)
+                token_scale = None if encoder.token_log_scale is None else encoder.token_log_scale.float().exp()
+                embeddings = cached.embed_all(embed, micro_batches, encoder.scale(), token_scale)
+                start_rows = _rows_of(initial, rows, whole)
+                terms = framework(embeddings, start_rows)
+                total = total_loss(terms)
+                with _watching(probe, whole, embeddings, terms, start_rows, scaler, replayed=True):
+                    total.backward()
+                    cached.replay(embed, micro_batches, embeddings, probe.replaying if probe else _ignore)
+                losses.append(total.detach())
+            else:
+                for batch in micro_batches:
+                    embeddings = embed(batch)
+                    start_rows = _rows_of(initial, rows, batch)
+                    terms = framework(embeddings, start_rows)
+                    total = total_loss(terms)
+                    with _watching(probe, batch, embeddings, terms, start_rows, scaler, replayed=False):
+                        scaler.scale(total).backward()
+                    losses.append(total.detach())
+            scaler.unscale_(optimizer)
+            _average(probe_parameters(encoder), len(losses))
+            if probe:
+                probe.accumulated(losses)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in probe_parameters(encoder) if p.grad is not None])
+            if settings.grad_clip > 0:
+                torch.nn.utils.clip_grads_with_norm_(probe_parameters(encoder), settings.grad_clip, norm)
+            loss_scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped = scaler.get_scale() < loss_scale
+            if settings.scale_max and settings.scale == "learn":
+                encoder.clamp_scale(settings.scale_max)
+            if probe:
+                probe.updated(skipped)
+                log.write_readings(probe.flush())
+                _report_failures(probe, log)
+            row = _step_row(step, epoch, batches, losses, terms, encoder, norm, optimizer, micro_batches)
+            row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
+            row["images_per_s"] = batches.per_step / row["seconds"]
+            row["probe_seconds"] = sum(probe.seconds.values()) if probe else 0.0
+            row["negatives_per_anchor"] = recipe.negatives_per_anchor
+            log.write_steps([row])
+            _stop_if_not_finite(row, encoder, log)
+            show(step, row)
+            end_of_epoch = step % batches.steps_per_epoch == 0 or step == total_steps
+            if end_of_epoch:
+                best = _validate(encoder, val_records, data.name, log, step=step, epoch=epoch, best=best)
+            if end_of_epoch or (settings.checkpoint_every and step % settings.checkpoint_every == 0):
+                checkpoint.save(log.checkpoint_dir(step), encoder, optimizer, scaler)
+                _prune(log, keep={step, best.step})
+        log.finish()
+    last = _last(Run(output))
+    return Trained(path=output, steps=total_steps, last=last, best=max(best.recall, last), best_step=best.step)
+
+
+# ---- assembling
+
+
+def make_framework(recipe: Recipe) -> Clip:
+    """The framework of a recipe."""
+    objective = recipe.objective
+    component = InfoNCE() if objective.name == "infonce" else HN(gamma=objective.gamma, margin=objective.margin)
+    return Clip(objective=component, loss_form=objective.loss_form, token_weight=objective.token_weight)
+
+
+def make_probe(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer: torch.optim.Optimizer) -> Probe | None:
+    """The probe of a recipe, or None without --log-grads. Both objectives are read, whichever is trained."""
+    if not recipe.probe.log_grads:
+        return None
+    hn = framework.objective if isinstance(framework.objective, HN) else HN(gamma=PAPER_GAMMA)
+    settings = recipe.train
+    batches = f"micro-batch 1/{settings.accumulate}" if settings.accumulate_mode == "narrow" else "whole step"
+    return Probe(
+        encoder=encoder,
+        objectives={"infonce": InfoNCE(), "hn": hn},
+        trained=framework.objective.name,
+        quantities=all_quantities(),
+        every=recipe.probe.every,
+        second_backward=recipe.probe.second_backward,
+        loss_form=framework.loss_form,
+        scale_max=settings.scale_max,
+        optimizer=optimizer,
+        stamps=f"{batches}; width {recipe.width}; gamma {hn.gamma:g} {hn.margin}; towers {settings.precision}, loss fp32; unscaled",
+    )
+
+
+def _splits(data: DataSource, recipe: Recipe) -> tuple[list[Record], list[Record]]:
+    records = data.records("train")
+    if "val" in data.splits():
+        return records, data.records("val")
+    return held_out(records, recipe.data.val_share, recipe.train.seed)
+
+
+def _total_steps(recipe: Recipe, batches: Batches) -> int:
+    every = recipe.train.epochs * batches.steps_per_epoch
+    return min(every, recipe.train.max_steps) if recipe.train.max_steps else every
+
+
+def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, facts: dict[str, Any]) -> tuple[RunLog, int]:
+    """A new log, or the reopened one of the same recipe and data; and the step to start with."""
+    if not resume:
+        return stack.enter_context(RunLog.create(output, recipe_toml=recipe.toml(), provenance=facts)), 1
+    run = Run(output)
+    _check_same(run, recipe, facts)
+    done = [checkpoint_step(path) for path in run.checkpoints()]
+    at = max(done, default=0)
+    if at >= facts["total_steps"]:
+        raise ValueError(f"'{output}' is complete: {at} of {facts['total_steps']} steps; nothing to resume")
+    return stack.enter_context(RunLog.reopen(output, step=at, provenance=facts)), at + 1
+
+
+def _check_same(run: Run, recipe: Recipe, facts: dict[str, Any]) -> None:
+    before = resolve(run.recipe, {})
+    for table in dataclasses.fields(Recipe):
+        old, new = getattr(before, table.name), getattr(recipe, table.name)
+        for key in dataclasses.fields(old):
+            a, b = getattr(old, key.name), getattr(new, key.name)
+            if a != b:
+                raise ValueError(
+                    f"--resume continues the same recipe, but {table.name}.{key.name} was {a!r} and is now {b!r}; "
+                    "drop the change, or start a new run with --output"
+                )
+    a, b = run.provenance["data"]["train_sha256"], facts["data"]["train_sha256"]
+    if a != b:
+        raise ValueError(f"--resume needs the same training data: its sha256 was {a[:12]}..., is now {b[:12]}...")
+
+
+def resume_recipe(output: Path) -> Recipe:
+    """The recipe that a run directory was started with."""
+    return resolve(read(output / "recipe.toml"), {})
+
+
+def _initial_captions(
+    recipe: Recipe, framework: Clip, encoder: DualEncoder, batches: Batches, log: RunLog, first: int
+) -> Tensor | None:
+    """The initial encoder's caption rows [records, D], computed once and kept in the run; None if nothing asks for them."""
+    if not (framework.objective.needs_initial_text or recipe.probe.log_grads):
+        return None
+    stored = log.path / "arrays" / "initial_captions.npz"
+    if first > 1 or stored.is_file():
+        return torch.from_numpy(Run(log.path).array("arrays/initial_captions.npz")).to(encoder.device)
+    rows = encoder.embed_texts(batches.tokenized.ids)
+    log.save_array("initial_captions", rows.cpu().numpy())
+    return rows
+
+
+def _rows_of(initial: Tensor | None, rows: dict[str, int], batch: Batch) -> Tensor | None:
+    return None if initial is None else initial[[rows[i] for i in batch.ids]]
+
+
+# ---- inside the step
+
+
+class _Embed:
+    """The towers under the chosen precision; embeddings are fp32."""
+
+    def __init__(self, encoder: DualEncoder, tokens: bool, precision: str) -> None:
+        self.encoder, self.tokens = encoder, tokens
+        self.dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+    def __call__(self, batch: Batch) -> Embeddings:
+        context = torch.autocast(self.encoder.device.type, self.dtype) if self.dtype else nullcontext()
+        with context:
+            return self.encoder.embed(batch, tokens=self.tokens)
+
+
+@contextmanager
+def _watching(
+    probe: Probe | None,
+    batch: Batch,
+    embeddings: Embeddings,
+    terms: Sequence[Term],
+    initial_text: Tensor | None,
+    scaler: torch.amp.GradScaler,
+    *,
+    replayed: bool,
+) -> Iterator[None]:
+    if probe is None:
+        yield
+        return
+    with probe.watching(batch, embeddings, terms, initial_text=initial_text, loss_scale=scaler.get_scale(), replayed=replayed):
+        yield
+
+
+def _ignore(embeddings: Embeddings, rows: slice) -> None:
+    """Nobody watches the replay."""
+
+
+def probe_parameters(encoder: DualEncoder) -> list[torch.nn.Parameter]:
+    return list(trainable(encoder).values())
+
+
+def _average(parameters: Sequence[torch.nn.Parameter], count: int) -> None:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if count > 1:
+        torch._foreach_mul_(grads, 1.0 / count)
+
+
+def _step_row(
+    step: int,
+    epoch: int,
+    batches: Batches,
+    losses: Sequence[Tensor],
+    terms: Sequence[Term],
+    encoder: DualEncoder,
+    norm: Tensor,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+) -> dict[str, Any]:
+    """One host transfer: the loss is the mean over micro-batches, the terms are the last micro-batch's."""
+    scale = encoder.scale().detach()
+    numbers = torch.stack([torch.stack(list(losses)).mean(), scale, norm, *(t.loss.detach().mean() for t in terms)])
+    loss, scale_value, grad_norm, *parts = numbers.double().tolist()
+    context = micro_batches[0].texts["full"].shape[1]
+    return {
+        "step": step,
+        "samples": step * batches.per_step,
+        "epoch": epoch,
+        "loss": loss,
+        **{f"loss_{term.name}": value for term, value in zip(terms, parts, strict=True)},
+        "scale": scale_value,
+        "lr": optimizer.param_groups[0]["lr"],
+        "grad_norm": grad_norm,
+        "truncated": sum(int((batch.lengths > context).sum()) for batch in micro_batches),
+        "peak_mem": _peak_memory(encoder.device),
+    }
+
+
+def _peak_memory(device: torch.device) -> float:
+    """MiB: allocated on the GPU, or the process's resident peak."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _stop_if_not_finite(row: dict[str, Any], encoder: DualEncoder, log: RunLog) -> None:
+    if math.isfinite(row["loss"]):
+        return
+    bad = [n for n, p in encoder.named_parameters() if not bool(torch.isfinite(p).all())]
+    where = f"; first non-finite parameter: {bad[0]}" if bad else "; all parameters are finite, so it came from this batch"
+    message = f"the loss of step {row['step']} is {row['loss']}{where}. The last checkpoint is kept in {log.path / 'checkpoints'}"
+    log.console(message)
+    raise FloatingPointError(message)
+
+
+def _report_failures(probe: Probe, log: RunLog) -> None:
+    for failure in probe.failures:
+        console.print(f"[yellow]{failure}[/yellow]")
+        log.console(failure)
+    probe.failures.clear()
+
+
+# ---- validation and checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Best:
+    step: int = 0
+    recall: float = -math.inf
+
+
+def _validate(
+    encoder: DualEncoder, records: Sequence[Record], dataset: str, log: RunLog, *, step: int, epoch: int, best: _Best
+) -> _Best:
+    result, _ = evaluate(encoder, records)
+    rows = [{"step": step, "epoch": epoch, "dataset": dataset, "split": "val", **row} for row in result.dicts()]
+    log.write_evals(rows)
+    recall = (result.value("i2t", "R@1") + result.value("t2i", "R@1")) / 2
+    return _Best(step=step, recall=recall) if recall > best.recall else best
+
+
+def _best_so_far(log: RunLog) -> _Best:
+    best = _Best()
+    evals = Run(log.path).evals
+    if not evals.empty:
+        chosen = evals[(evals["metric"] == "R@1") & (evals["split"] == "val")]
+        for step, recall in chosen.groupby("step")["value"].mean().items():
+            if recall > best.recall:
+                best = _Best(step=int(str(step)), recall=float(recall))
+    return best
+
+
+def _last(run: Run) -> float:
+    chosen = run.evals[(run.evals["metric"] == "R@1") & (run.evals["split"] == "val")]
+    return float(chosen[chosen["step"] == chosen["step"].max()]["value"].mean())
+
+
+def _prune(log: RunLog, keep: set[int]) -> None:
+    """Keeps the last and the best-on-validation checkpoint."""
+    import shutil
+
+    for folder in log.checkpoints():
+        if checkpoint_step(folder) not in keep:
+            shutil.rmtree(folder)
+
+
+# ---- what a person sees
+
+
+def _print_header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, products: str, facts: dict[str, Any]) -> None:
+    objective, settings = recipe.objective, recipe.train
+    what = objective.name if objective.name == "infonce" else f"hn gamma {objective.gamma:g}, margin {objective.margin}"
+    held = " held out of train" if facts["validation"]["held_out_of_train"] else ""
+    truncated = facts["truncated_captions"]
+    console.print(
+        f"[bold]{recipe.encoder.name}[/bold] on [bold]{recipe.data.name}[/bold]: {len(batches.records)} train, {validation} val{held}; "
+        f"{what}; {settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {products}\n"
+        f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
+        f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
+        f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch; "
+        f"{truncated} of {len(batches.records)} captions cut at {batches.encoder.context} tokens"
+    )
+
+
+@contextmanager
+def _display(total: int, first: int, quiet: bool) -> Iterator[Any]:
+    if quiet:
+        yield lambda step, row: None
+        return
+    with bar(TextColumn("{task.fields[state]}")) as progress:
+        task = progress.add_task("training", total=total, completed=first - 1, state="")
+
+        def show(step: int, row: dict[str, Any]) -> None:
+            state = f"loss {row['loss']:.2e}  {row['images_per_s']:.0f} images/s"
+            progress.update(task, completed=step, state=state)
+
+        yield show

@@ -1,0 +1,181 @@
+"""What a run says: saturated or not, since when, at which width, why, what is left. Reads run logs; never imports torch.
+
+Shares are over measured batches (one softmax each), by epoch, along the run's OWN trajectory: a run that trains HN also reads
+InfoNCE, and HN training itself drives InfoNCE down, so such a share does not describe an InfoNCE run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradscope.metrics.crossing import Crossing, crossing
+from gradscope.runlog import Run
+
+#: A run is called saturated if at least half of the measured batches of its last epoch are under 1e-3.
+SATURATED = 0.5
+TERMS = ("infonce", "hn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One run's readings in brief. Dicts are keyed by term, tuples run over epochs 1, 2, ..."""
+
+    path: Path
+    trained: str
+    gamma: float
+    width: int
+    every: int
+    below: dict[str, tuple[float, ...]]  # share of measured batches with a true loss under 1e-3
+    crossings: dict[tuple[str, str], Crossing]  # (term, threshold)
+    zeros: dict[str, dict[str, float]]  # mean over all measured batches, by term and key
+    residual: dict[str, tuple[float, ...]]  # median over batches of the mean residual, both directions
+    effective_rows: dict[str, tuple[float, ...]]  # median over batches, mean of both directions
+    ratio: tuple[float, ...]  # median of norm HN / norm InfoNCE; empty where the second backward was not taken
+    cosine: tuple[float, float] | None  # mean and sd between the two gradients
+
+    @property
+    def saturated(self) -> bool:
+        return self.below[self.trained][-1] >= SATURATED
+
+
+ZERO_KEYS = (
+    "all_zero.parameters",
+    "naive_norm_zero",
+    "loss_zero_gradient_not",
+    "positive_zero.i2t",
+    "positive_zero.t2i",
+    "entries.parameters",
+    "structural.parameters",
+    "entries_reached.parameters",
+    "entries.logits",
+)
+
+
+def summarise(path: Path) -> Summary:
+    """Reads a run made with --log-grads. Raises ValueError, naming the setting, if its readings are missing."""
+    run = Run(path)
+    trained = run.recipe["objective"]["name"]
+    crossings = {}
+    for term in TERMS:
+        trace = run.reading("loss", "log10_true", term).sort_values("step")
+        for threshold in ("1e-3", "1e-5"):
+            crossings[term, threshold] = crossing(trace["step"].tolist(), trace["value"].tolist(), float(threshold))
+    rows, pairs = run.readings, None
+    ratio: tuple[float, ...] = ()
+    if not rows[(rows["quantity"] == "gradient") & (rows["term"] == "pair")].empty:
+        ratio = _by_epoch(run, "gradient", "ratio", "pair", "median")
+        cosines = run.reading("gradient", "cosine", "pair")["value"].astype(float)
+        pairs = (float(cosines.mean()), float(cosines.std()))
+    return Summary(
+        path=path,
+        trained=trained,
+        gamma=run.recipe["objective"]["gamma"],
+        width=int(run.provenance["width"]),
+        every=run.recipe["probe"]["every"],
+        below={term: _by_epoch(run, "saturation", "below_1e-3", term, "mean") for term in TERMS},
+        crossings=crossings,
+        zeros={term: _zeros(run, term) for term in TERMS},
+        residual={term: _both(run, "residual", "mean", term) for term in TERMS},
+        effective_rows={term: _both(run, "saturation", "effective_rows", term) for term in TERMS},
+        ratio=ratio,
+        cosine=pairs,
+    )
+
+
+def _by_epoch(run: Run, quantity: str, key: str, term: str, how: str) -> tuple[float, ...]:
+    frame = run.reading(quantity, key, term)
+    return tuple(frame.assign(value=frame["value"].astype(float)).groupby("epoch")["value"].agg(how))
+
+
+def _both(run: Run, quantity: str, key: str, term: str) -> tuple[float, ...]:
+    directions = [_by_epoch(run, quantity, f"{key}.{d}", term, "median") for d in ("i2t", "t2i")]
+    return tuple((a + b) / 2 for a, b in zip(*directions, strict=True))
+
+
+def _zeros(run: Run, term: str) -> dict[str, float]:
+    rows = run.readings
+    chosen = rows[(rows["quantity"] == "zeros") & (rows["term"] == term) & rows["key"].isin(ZERO_KEYS)]
+    means = chosen.assign(value=chosen["value"].astype(float)).groupby("key")["value"].mean()
+    return {str(key): float(value) for key, value in means.items()}
+
+
+def sentences(summary: Summary) -> list[str]:
+    """The verdict on one run, a sentence a line: state, since when, which zeros, what is left."""
+    term = summary.trained
+    name = "InfoNCE" if term == "infonce" else f"HN (gamma {summary.gamma:g})"
+    share = summary.below[term]
+    state = "SATURATED" if summary.saturated else "not saturated"
+    lines = [
+        f"{name} at width {summary.width}: {state}. {share[-1]:.0%} of the measured batches of the last epoch are under 1e-3 "
+        f"(by epoch: {', '.join(f'{s:.0%}' for s in share)})."
+    ]
+    under3, under5 = summary.crossings[term, "1e-3"], summary.crossings[term, "1e-5"]
+    lines.append(f"First measured under 1e-3: {_when(under3)}; under 1e-5: {_when(under5)} (read every {summary.every} steps).")
+    zeros = summary.zeros[term]
+    lost = (zeros["positive_zero.i2t"] + zeros["positive_zero.t2i"]) / 2
+    exact = zeros.get("all_zero.parameters")
+    whole = "not measured" if exact is None else f"{exact:.0%} of batches"
+    lines.append(
+        f"Zeros: whole gradient exactly 0 in {whole}; norm 0 by underflow alone in {zeros.get('naive_norm_zero', 0.0):.0%}; "
+        f"loss printed 0 while its gradient was not in {zeros['loss_zero_gradient_not']:.0%}; "
+        f"pull on the positive rounded to 0 in {lost:.0%} of rows."
+    )
+    if "entries.parameters" in zeros:
+        lines.append(
+            f"Of all gradient entries {zeros['entries.parameters']:.1%} are exactly 0; {zeros['structural.parameters']:.1%} lie in rows the "
+            f"batch cannot reach, and of the rest {zeros['entries_reached.parameters']:.2%} are 0."
+        )
+    lines.append(
+        f"Residual left (probability on negatives, mean over anchors, median over batches, by epoch): "
+        f"{', '.join(f'{r:.1e}' for r in summary.residual[term])}; carried by "
+        f"{summary.effective_rows[term][-1]:.1f} of {summary.width} anchors."
+    )
+    return lines
+
+
+def _when(found: Crossing) -> str:
+    if found.first is None:
+        return "never"
+    again = f", left and re-entered {found.entries - 1} times" if found.entries > 1 else ""
+    return f"step {found.first}{again}"
+
+
+def summary_table(summaries: Sequence[Summary]) -> Any:
+    """A rich table: one row per run and epoch, readings of both objectives along that run's trajectory."""
+    from rich.table import Table
+
+    table = Table(
+        title="Readings by epoch",
+        caption="each row along the trajectory of the run in the first column; shares of measured batches",
+        title_justify="left",
+    )
+    headings = ("trained", "epoch", "InfoNCE < 1e-3", "HN >= 1e-3", "residual InfoNCE", "residual HN", "norm HN / InfoNCE")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for s in summaries:
+        for i in range(len(s.below["infonce"])):
+            ratio = f"{s.ratio[i]:.3g}" if s.ratio else "not measured"
+            table.add_row(
+                f"{s.trained} (width {s.width})",
+                str(i + 1),
+                f"{s.below['infonce'][i]:.0%}",
+                f"{1 - s.below['hn'][i]:.0%}",
+                f"{s.residual['infonce'][i]:.1e}",
+                f"{s.residual['hn'][i]:.1e}",
+                ratio,
+            )
+    return table
+
+
+def print_summary(paths: Sequence[Path]) -> None:
+    """The table and the sentences of each run, to stdout."""
+    from gradscope.console import out
+
+    summaries = [summarise(path) for path in paths]
+    out.print(summary_table(summaries))
+    for summary in summaries:
+        for line in sentences(summary):
+            out.print(line)
