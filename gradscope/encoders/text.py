@@ -128,6 +128,6 @@ def _sentence_model(folder: Path, device: torch.device) -> Any:
         raise ValueError(f"'{folder}' is a sentence-transformers model and needs the extra 'text'; run: {_INSTALL}") from error
     try:
         return SentenceTransformer(str(folder), device=str(device), local_files_only=True).float().eval()
-    except (OSError, RuntimeError, KeyError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"the sentence-transformers model in '{folder}' could not be loaded: {first}") from error
