@@ -15,7 +15,7 @@ accumulated batch. A large HN loss means active, not learning; only (c) shows le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,6 +52,8 @@ def figure4(run: Run, overlay: Run | None = None) -> tuple[Figure, pd.DataFrame]
     Raises:
         ValueError: naming the setting that would record what is missing, or if neither of two runs was trained with InfoNCE.
     """
+    from matplotlib.ticker import MaxNLocator
+
     run, overlay = _ordered(run, overlay)
     bands = _epochs(run)
     if overlay is not None:
@@ -63,10 +65,11 @@ def figure4(run: Run, overlay: Run | None = None) -> tuple[Figure, pd.DataFrame]
         a.set_xlim(0, bands["last"].max() + 0.5)
         for axis in (a, b, c):
             _shade(axis, bands)
-        _draw_losses(a, frame[frame["panel"] == "a"], bands)
+        _draw_losses(a, frame[frame["panel"] == "a"], bands, _width(run))
         _draw_norms(b, frame[frame["panel"] == "b"], bands)
         _draw_errors(c, frame[frame["panel"] == "c"], bands)
         c.set_xlabel("optimizer step (bands: epochs)")
+        c.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         figure.legend(handles=_legend(frame), loc="outside upper center", ncols=2, columnspacing=1.2)
     return figure, frame
 
@@ -176,6 +179,13 @@ def _named(frame: pd.DataFrame, run: Run, panel: str, series: str, term: str) ->
     return named.reindex(columns=COLUMNS).astype({"direction": object, **types})
 
 
+def _width(run: Run) -> str:
+    """What the stamps of the loss readings say about the softmax, for the title; nothing if they do not agree."""
+    stamps = run.readings.loc[run.readings["quantity"] == "loss", "stamps"].unique()
+    widths = {match[0] for stamp in stamps if (match := re.search(r"width \d+", str(stamp)))}
+    return f", {widths.pop()}" if len(widths) == 1 else ""
+
+
 def _epochs(run: Run) -> pd.DataFrame:
     """First and last step of every epoch, indexed by epoch."""
     return run.steps.groupby("epoch")["step"].agg(["min", "max"]).set_axis(["first", "last"], axis=1)
@@ -184,32 +194,35 @@ def _epochs(run: Run) -> pd.DataFrame:
 # ---------------------------------------------------------------- drawing
 
 
-def _draw_losses(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame) -> None:
+def _draw_losses(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame, width: str) -> None:
     traces = frame[frame["series"] == "log10_loss"]
     for (trajectory, term), trace in _by_curve(traces):
         _trace(axis, trace, **_look(frame, trajectory, term))
     for level, word, colour in ((THRESHOLD, "$10^{-3}$", "0.25"), (PAPER_FLOOR, "floor of the paper's plot", "0.7")):
         axis.axhline(level, color=colour, linewidth=0.6, linestyle=(0, (4, 2)), zorder=1)
         if level == PAPER_FLOOR:
-            axis.text(0.99, level, word, color="0.5", fontsize=5.5, ha="right", va="bottom", transform=axis.get_yaxis_transform())
-    _power_axis(axis, traces["value"], at_most=PAPER_FLOOR - 0.5)
+            axis.text(0.99, level, word, color="0.5", fontsize=5.5, ha="right", va="top", transform=axis.get_yaxis_transform())
+    _power_axis(axis, traces["value"], at_most=PAPER_FLOOR - 1.5)
     axis.set_ylabel("loss (nat)")
-    _print_shares(axis, frame[frame["series"] == "share_below_1e-3"], bands)
+    shares = frame[frame["series"] == "share_below_1e-3"]
+    _print_shares(axis, shares, bands)
+    rows = len(_by_curve(shares))
+    axis.set_title(f"(a) % of batches under $10^{{-3}}$ by epoch{width}", loc="left", pad=5 + 7.5 * rows)
+    lost = int((~np.isfinite(traces["value"])).sum())
+    if lost:
+        axis.text(0.01, 0.02, f"gaps: {lost} losses are not finite", fontsize=6, va="bottom", transform=axis.transAxes)
 
 
 def _print_shares(axis: Axes, shares: pd.DataFrame, bands: pd.DataFrame) -> None:
     """One row of percentages per curve above the panel, each over its epoch, in points above the axis."""
     every = int(np.ceil(len(bands) / 12))  # more than twelve numbers do not fit
-    curves = list(_by_curve(shares))
-    for row, ((trajectory, term), share) in enumerate(reversed(curves)):
+    for row, ((trajectory, term), share) in enumerate(reversed(_by_curve(shares))):
         look = _look(shares, trajectory, term)
         values = share.set_index("epoch")["value"]
         for epoch in [epoch for epoch in bands.index[::every] if epoch in values.index]:
             word = f"{100 * values[epoch]:.0f}" + (" %" if len(bands) <= 6 else "")
             _above(axis, float(bands.loc[epoch].mean()), row, word, "center", look["color"])
         _above(axis, axis.get_xlim()[0], row, look["short"] + "  ", "right", look["color"])
-    title = r"(a) % of batches below $10^{-3}$, by epoch"
-    axis.set_title(title, loc="left", pad=5 + 7.5 * len(curves))
 
 
 def _above(axis: Axes, x: float, row: int, word: str, align: str, colour: str) -> None:
@@ -233,7 +246,9 @@ def _draw_norms(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame) -> None:
         words.append(f"{LABELS[term]} {len(at)}/{len(zero)}")
     axis.set_ylabel("gradient norm")
     axis.set_title("(b) gradient norm: median, quartiles", loc="left")
-    lines = [f"exactly zero (ticks at the edge): {', '.join(words)}", *_pair_words(frame)]
+    lost = int(norms["value"].isna().sum())
+    gaps = [f"gaps: {lost} norms are not finite"] if lost else []
+    lines = [f"exactly zero (ticks at the edge): {', '.join(words)}", *gaps, *_pair_words(frame)]
     axis.set_xlabel("\n".join(lines), fontsize=6, linespacing=1.3)
 
 
@@ -241,10 +256,11 @@ def _pair_words(frame: pd.DataFrame) -> list[str]:
     cosine = _series(frame, "cosine", "pair")["value"]
     defined = cosine.dropna()
     undefined = f", undefined in {len(cosine) - len(defined)}" if len(defined) < len(cosine) else ""
-    words = f"cosine of the two gradients: mean {defined.mean():.2f}, sd {defined.std():.2f}{undefined}"
+    spread = f"mean {defined.mean():.2f}, sd {defined.std():.2f}" if len(defined) > 1 else "fewer than two values"
+    words = f"cosine of the two gradients: {spread}{undefined}"
     ratio = _series(frame, "log10_norm_ratio_quartiles", "pair").set_index("epoch")["value"]
     if ratio.empty:
-        return [words, "norm HN/InfoNCE: undefined, both zero throughout"]
+        return [words, "norm HN/InfoNCE: undefined throughout"]
     parts = [f"{_power(ratio[epoch])} (epoch {epoch:.0f})" for epoch in dict.fromkeys((ratio.index[0], ratio.index[-1]))]
     return [words, f"norm HN/InfoNCE, median: {', '.join(parts)}"]
 
@@ -347,7 +363,7 @@ def _shade(axis: Axes, bands: pd.DataFrame) -> None:
         axis.axvspan(first - 0.5, last + 0.5, color="0.95", zorder=0, linewidth=0)
 
 
-def _by_curve(frame: pd.DataFrame) -> Sequence[tuple[tuple[str, str], pd.DataFrame]]:
+def _by_curve(frame: pd.DataFrame) -> list[tuple[tuple[str, str], pd.DataFrame]]:
     return [((str(key[0]), str(key[1])), group) for key, group in frame.groupby(["trajectory", "term"], sort=False)]
 
 
