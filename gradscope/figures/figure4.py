@@ -207,7 +207,7 @@ def _draw_losses(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame, width: st
     shares = frame[frame["series"] == "share_below_1e-3"]
     _print_shares(axis, shares, bands)
     rows = len(_by_curve(shares))
-    axis.set_title(f"(a) % of batches under $10^{{-3}}$ by epoch{width}", loc="left", pad=5 + 7.5 * rows)
+    axis.set_title(f"(a) % under $10^{{-3}}$ by epoch{width}", loc="left", pad=5 + 7.5 * rows)
     lost = int((~np.isfinite(traces["value"])).sum())
     if lost:
         axis.text(0.01, 0.02, f"gaps: {lost} losses are not finite", fontsize=6, va="bottom", transform=axis.transAxes)
