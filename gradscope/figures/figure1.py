@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradscope.figures import figures
-from gradscope.figures.geometry_labels import footnote, labels
+from gradscope.figures.geometry_labels import encoders, labels, mark_foreign
 from gradscope.figures.style import COLUMN_INCHES, data_colours, new_figure, paper_style
 from gradscope.geometry_file import CaptionGeometry
 
@@ -47,9 +47,11 @@ def figure1(geometries: list[CaptionGeometry]) -> tuple[Figure, DataFrame]:
             axis.set_title(f"({panel}) {title}", loc="left")
         drawn = frame[frame.density > 0.01]
         axes[1].set_xlim(float(drawn.low.min()) - 0.02, 1.0)
-        axes[1].set_xlabel("caption-caption cosine")
+        for axis in axes:
+            axis.legend(loc=_free_corner(axis))
+        axes[1].set_xlabel(f"caption-caption cosine\n{encoders(geometries)}")
         figure.supylabel("density", fontsize=7.5)
-        figure.text(0.995, 0.005, footnote(geometries), ha="right", va="bottom", fontsize=5.5, color="0.4")
+        mark_foreign(figure, geometries)
     return figure, frame.reset_index(drop=True)
 
 
@@ -79,5 +81,12 @@ def _draw(axis: Axes, frame: DataFrame, colours: dict[str, str]) -> None:
         axis.stairs(curve.density.to_numpy(), edges, color=colour, fill=True, alpha=0.12)
         axis.stairs(curve.density.to_numpy(), edges, color=colour, label=f"{name}, mean {mean:.3f}")
         axis.axvline(mean, color=colour, linestyle=":", linewidth=1.0)
-    axis.set_ylim(bottom=0)
-    axis.legend(loc="upper left")
+    long = any(len(name) > 24 for name in colours)  # such a legend is wider than the free corner: it goes above the curves
+    axis.set_ylim(0, frame.density.max() * (1.05 + (0.2 * len(colours) if long else 0.0)))
+
+
+def _free_corner(axis: Axes) -> str:
+    """The upper corner away from the mean lines."""
+    low, high = axis.get_xlim()
+    means = [float(np.asarray(line.get_xdata())[0]) for line in axis.lines]
+    return "upper right" if sum(means) / len(means) < (low + high) / 2 else "upper left"

@@ -1,13 +1,15 @@
-"""Names of geometries on figures: short, distinct, with the encoder where it differs between curves."""
+"""What figures of geometries share: short, distinct names (with the encoder where it differs), and the mark of a non-result."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gradscope.geometry_file import CaptionGeometry
 
-NOT_A_RESULT = "encoder 'tiny' is out of domain here: not a result"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def labels(geometries: Sequence[CaptionGeometry]) -> list[str]:
@@ -22,7 +24,13 @@ def labels(geometries: Sequence[CaptionGeometry]) -> list[str]:
     return found
 
 
-def footnote(geometries: Sequence[CaptionGeometry]) -> str:
-    """The encoder, and a plain word where the numbers are not a result."""
-    encoders = ", ".join(dict.fromkeys(g.encoder for g in geometries))
-    return f"encoder: {encoders}" if not any(g.out_of_domain for g in geometries) else NOT_A_RESULT
+def encoders(geometries: Sequence[CaptionGeometry]) -> str:
+    """The line under the axis that says whose cosines these are."""
+    return "encoder: " + ", ".join(dict.fromkeys(g.encoder for g in geometries))
+
+
+def mark_foreign(figure: Figure, geometries: Sequence[CaptionGeometry]) -> None:
+    """A plain word above the figure where its numbers are not a result."""
+    foreign = [name for name, g in zip(labels(geometries), geometries, strict=True) if g.out_of_domain]
+    if foreign:
+        figure.suptitle(f"{', '.join(foreign)}: 'tiny' is out of domain,\nnot a result", fontsize=7.5, color="#B00020")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradscope.figures import figures
-from gradscope.figures.geometry_labels import footnote, labels
+from gradscope.figures.geometry_labels import encoders, labels, mark_foreign
 from gradscope.figures.style import COLUMN_INCHES, data_colours, new_figure, paper_style
 from gradscope.geometry_file import CaptionGeometry
 
@@ -52,9 +52,9 @@ def width_curve(geometries: list[CaptionGeometry]) -> tuple[Figure, DataFrame]:
         lower.set_xscale("log", base=2)
         lower.set_xticks(widths, [str(w) if w < 1024 else f"{w // 1024}k" for w in widths])
         lower.minorticks_off()
-        lower.set_xlabel("width (captions in one softmax)")
+        lower.set_xlabel(f"width (captions in one softmax)\n{encoders(geometries)}")
         upper.legend(loc="upper left")
-        figure.text(0.995, 0.005, footnote(geometries), ha="right", va="bottom", fontsize=5.5, color="0.4")
+        mark_foreign(figure, geometries)
     return figure, frame
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 WIDTHS = tuple(2**k for k in range(4, 16))  # 16 ... 32768
 _BUDGET = 1 << 26  # similarities that are sorted in all; beyond it a sample of anchors is taken
-_CHUNK = 1 << 22  # similarities sorted at a time (16 MB), and never less than one anchor
+_CHUNK = 1 << 20  # similarities sorted at a time (4 MB, and 8 MB in float64), and never less than one anchor
 
 
 @dataclass(frozen=True, kw_only=True)
