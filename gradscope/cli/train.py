@@ -70,7 +70,8 @@ def train(
 
     Example: gradscope train --data scenes --objective hn --batch-size 16 --accumulate 8 --accumulate-mode narrow --log-grads
     """
-    flags = {key: value for name, key in KEYS.items() if (value := locals()[name]) is not None}
+    given = dict(locals())  # the parameters above; None where a flag was not given
+    flags = {key: given[name] for name, key in KEYS.items() if given[name] is not None}
     settings = collect(recipe, set_ or [], flags, output if resume else None)
 
     from gradscope.console import out

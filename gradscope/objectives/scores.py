@@ -58,7 +58,8 @@ def symmetric_loss(scores: Scores, form: str = "plain") -> Tensor:
 
 
 class _Softplus(torch.autograd.Function):
-    """softplus whose derivative is sigmoid(x) at every x: torch's own turns linear above 20, where sigmoid is not yet 1."""
+    """softplus whose derivative is sigmoid(x) at every x, denormals included: torch's own softplus turns linear above 20, and its
+    fp32 sigmoid divides by exp(-x), which overflows and gives 0 below x = -88."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -68,4 +69,4 @@ class _Softplus(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         (x,) = ctx.saved_tensors
-        return grad * torch.sigmoid(x)
+        return grad * torch.exp(F.logsigmoid(x))
