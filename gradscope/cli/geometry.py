@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SHOWN_PAIRS = 3
 _SHOWN_CHARACTERS = 280
+_SHOWN_WORDS = 12
 
 
 def caption_geometry(
@@ -63,6 +64,8 @@ def caption_geometry(
         for s in sources
     ]
     out.print(_summary(found))
+    near = found[0].width_curve.near
+    out.print(f"\nIn a random batch: expected hardest cosine | chance of a neighbour >= {near:g}", soft_wrap=True)
     out.print(_widths(found))
     for geometry in found:
         for warning in geometry.warnings:
@@ -70,7 +73,7 @@ def caption_geometry(
     for geometry in found:
         out.print(f"\nmost similar captions of {geometry.name} (shared words in bold)")
         for pair in geometry.top_pairs[:_SHOWN_PAIRS]:
-            out.print(_pair(pair))
+            out.print(_pair(pair), end="")
     for path in _figures(found, output):
         out.print(f"wrote {path}", soft_wrap=True)
     for geometry in found:
@@ -112,8 +115,7 @@ def _summary(found: list[CaptionGeometry]) -> Table:
 def _widths(found: list[CaptionGeometry]) -> Table:
     from rich.table import Table
 
-    near = found[0].width_curve.near
-    table = Table(title=f"In a random batch: expected hardest cosine | chance of a neighbour >= {near:g}", title_justify="left")
+    table = Table()
     table.add_column("width", justify="right")
     for geometry in found:
         table.add_column(geometry.name, justify="right")
@@ -136,7 +138,10 @@ def _pair(pair: SimilarPair) -> Text:
         line = Text(short)
         line.highlight_words(pair.shared_words, "bold", case_sensitive=False)
         text.append(f"  {Path(identity).name}: ", style="dim").append_text(line).append("\n")
-    return text
+    text.append("  shared: ", style="dim").append(", ".join(pair.shared_words[:_SHOWN_WORDS]) or "no content word")
+    if len(pair.shared_words) > _SHOWN_WORDS:
+        text.append(f" and {len(pair.shared_words) - _SHOWN_WORDS} more")
+    return text.append("\n")
 
 
 def _figures(found: list[CaptionGeometry], output: Path) -> list[Path]:
