@@ -104,7 +104,7 @@ def _summary(found: list[CaptionGeometry]) -> Table:
         "hardest neighbour, mean": [f"{g.hardest_mean:.4f}" for g in found],
     }
     for threshold in found[0].pair_shares:
-        rows[f"pairs >= {threshold:g}"] = [f"{g.pair_shares[threshold]:.3%}" for g in found]
+        rows[f"pairs >= {threshold:g}"] = [f"{100 * g.pair_shares[threshold]:.2g}%" for g in found]
         rows[f"captions with a neighbour >= {threshold:g}"] = [f"{g.hardest_shares[threshold]:.1%}" for g in found]
     rows["seconds: embedding, all pairs"] = [f"{g.seconds['embed']:.1f}, {g.seconds['pairs']:.2f}" for g in found]
     for label, cells in rows.items():
@@ -122,7 +122,7 @@ def _widths(found: list[CaptionGeometry]) -> Table:
     for k, width in enumerate(found[0].width_curve.widths):
         cells = [(g.width_curve.expected_hardest[k], g.width_curve.near_chance[k]) for g in found]
         if any(hardest is not None for hardest, _ in cells):
-            table.add_row(str(width), *("more than N" if h is None or c is None else f"{h:.3f} | {c:.1%}" for h, c in cells))
+            table.add_row(str(width), *("more than N" if h is None or c is None else f"{h:.3f} | {100 * c:.2g}%" for h, c in cells))
     if any(g.width_curve.anchors < g.n for g in found):
         table.caption = "expected hardest from " + ", ".join(f"{g.width_curve.anchors:,} anchors of {g.name}" for g in found)
     return table
