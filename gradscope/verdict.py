@@ -178,4 +178,4 @@ def print_summary(paths: Sequence[Path]) -> None:
     out.print(summary_table(summaries))
     for summary in summaries:
         for line in sentences(summary):
-            out.print(line)
+            out.print(line, soft_wrap=True)

@@ -69,7 +69,9 @@ def toy_probe(encoder: nn.Module, trained: str = "infonce", gamma: float = 0.5, 
     )
 
 
-def measured(encoder: Toy, batch: Batch, trained: str = "infonce", gamma: float = 0.5) -> tuple[Step, dict[tuple[str, str, str], object]]:
+def measured(
+    encoder: Toy, batch: Batch, trained: str = "infonce", gamma: float = 0.5
+) -> tuple[Step, dict[tuple[str, str, str], object]]:
     """One watched backward on the toy: the Step the quantities saw, and the batch-phase readings by (quantity, term, key)."""
     probe = toy_probe(encoder, trained, gamma)
     framework = Clip(objective=probe.objectives[trained])

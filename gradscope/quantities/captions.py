@@ -38,6 +38,7 @@ class Captions:
         eye = torch.eye(n, dtype=torch.bool, device=cosines.device)
         hardest = cosines.masked_fill(eye, -2.0).amax(dim=1)  # [N]
         mean = off_diagonal_mean(cosines)
+        context = step.batch.texts["full"].shape[1]
         values: dict[str, tuple[Tensor | float, str]] = {
             "mean": (mean, "cosine"),
             "hardest_mean": (hardest.mean(), "cosine"),
@@ -45,7 +46,7 @@ class Captions:
             "histogram": (_histogram(cosines), "pairs"),
             "near_duplicates": ((hardest >= NEAR).double().mean(), "share"),
             "exact_duplicates": (float(n - len(set(step.batch.captions))), "captions"),
-            "truncated": (float((step.batch.lengths > step.batch.texts["full"].shape[1]).sum()), "captions"),
+            "truncated": (float(sum(length > context for length in step.batch.lengths.tolist())), "captions"),
             "margin_logits": (step.embeddings.scale * step.heads["hn"].gamma * mean, "logits"),
         }
         if step.initial_text is not None:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradscope.metrics.gradients import cosine, max_abs, squared_parts
@@ -64,7 +63,7 @@ def _pair(step: Step, norms: dict[str, Tensor]) -> list[Reading]:
     return [Reading(quantity="gradient", key=k, term="pair", value=v, unit=units[k]) for k, v in values.items()]
 
 
-def parts_of(names: Sequence[str]) -> dict[str, Tensor]:
+def parts_of(names: Sequence[str]) -> dict[str, list[int]]:
     """Parameter names -> indices by tower ("image", "text", "scale") and by block ("image.block03")."""
     parts: dict[str, list[int]] = {}
     for index, name in enumerate(names):
@@ -73,4 +72,4 @@ def parts_of(names: Sequence[str]) -> dict[str, Tensor]:
         block = _BLOCK.search(name)
         if block:
             parts.setdefault(f"{tower}.block{int(block.group(1)):02d}", []).append(index)
-    return {part: torch.tensor(indices) for part, indices in parts.items()}
+    return parts

@@ -70,5 +70,7 @@ def _adam(step: Step) -> dict[str, Tensor]:
             totals += torch.stack([torch.ones_like(root).sum(), (root < group["eps"]).sum(), stale.sum()]).double()
     cumulative = counts.cumsum(0).double() / counts.sum()
     centres = 10.0 ** (_LOW + (torch.arange(len(counts), dtype=torch.float64, device=counts.device) + 0.5) / _PER_DECADE)
-    values = {f"step_q{round(100 * q)}": centres[(cumulative < q).sum().clamp(max=len(counts) - 1)] for q in QUANTILES}
+    places = torch.stack([(cumulative < q).sum() for q in QUANTILES]).clamp(max=len(counts) - 1)
+    found = centres.gather(0, places)
+    values = {f"step_q{round(100 * q)}": found[i] for i, q in enumerate(QUANTILES)}
     return {**values, "eps_dominated": totals[1] / totals[0], "stale": totals[2] / totals[0]}

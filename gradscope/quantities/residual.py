@@ -13,11 +13,13 @@ How it can mislead: a share is high in any narrow softmax, so read it beside uni
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gradscope.metrics.softmax import entropy_number, log_odds, negative_log_shares, negatives, per_direction
 from gradscope.quantities import quantities
@@ -51,8 +53,7 @@ class Residual:
             "mean": r.mean(),
             "median": torch.quantile(r, 0.5),
             "max": r.max(),
-            "log10_mean": (torch.logsumexp(torch.nn.functional.logsigmoid(x), 0) - torch.log(torch.tensor(float(len(x)))))
-            / torch.log(torch.tensor(10.0, dtype=torch.float64)),
+            "log10_mean": (torch.logsumexp(F.logsigmoid(x), 0) - math.log(len(x))) / math.log(10.0),
         }
         readings = [self._reading(head, f"{key}.{direction}", value, "probability") for key, value in values.items()]
         for ranking, matrix in hardness.items():

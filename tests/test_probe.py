@@ -1,0 +1,236 @@
+"""The probe sees the truth, changes nothing, leaves nothing behind, and waits for the device once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy import Toy, readings, toy_batch, toy_probe
+
+from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.types import Reading, Step
+
+
+def train(steps: int, *, probed: bool, trained: str, every: int = 1) -> Toy:
+    encoder = Toy(scale=100.0)
+    probe = toy_probe(encoder, trained)
+    probe.every = every
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-2)
+    probe.optimizer = optimizer
+    framework = Clip(objective=probe.objectives[trained])
+    for index in range(1, steps + 1):
+        optimizer.zero_grad(set_to_none=True)
+        probe.begin(index, 0)
+        losses = []
+        for micro in range(2):
+            batch = toy_batch(6, 10 * index + micro)
+            embeddings = encoder.embed(batch)
+            terms = framework(embeddings)
+            total = total_loss(terms)
+            if probed:
+                with probe.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
+                    total.backward()
+            else:
+                total.backward()
+            losses.append(total.detach())
+        if probed:
+            probe.accumulated(losses)
+        optimizer.step()
+        if probed:
+            probe.updated()
+            assert bool(probe.flush()) == ((index - 1) % every == 0)
+    return encoder
+
+
+@pytest.mark.parametrize("trained", ["infonce", "hn"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_weights_are_bit_identical_with_and_without_the_probe(trained: str, every: int) -> None:
+    state = torch.get_rng_state()
+    plain, watched = train(20, probed=False, trained=trained), train(20, probed=True, trained=trained, every=every)
+    for (name, a), b in zip(plain.named_parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("trained", ["infonce", "hn"])
+def test_both_heads_equal_float64_autograd(trained: str) -> None:
+    encoder = Toy(scale=20.0)
+    batch = toy_batch(7, 2)
+    probe = toy_probe(encoder, trained)
+    framework = Clip(objective=probe.objectives[trained])
+    probe.begin(1, 0)
+    embeddings = encoder.embed(batch)
+    terms = framework(embeddings)
+    with probe.watching(batch, embeddings, terms):
+        total_loss(terms).backward()
+    step = probe._step
+    assert step is not None
+    exact = copy.deepcopy(encoder).double()
+    wide = copy.copy(batch)
+    object.__setattr__(wide, "images", {"full": batch.images["full"].double()})
+    for name, objective in probe.objectives.items():
+        e = exact.embed(wide)
+        scores = objective.scores(e.image, e.text, e.scale)
+        target = torch.arange(7)
+        loss = (
+            torch.nn.functional.cross_entropy(scores.logits, target) + torch.nn.functional.cross_entropy(scores.logits.T, target)
+        ) / 2
+        grads = torch.autograd.grad(loss, [scores.logits, e.image, e.text, *exact.parameters()])
+        head = step.heads[name]
+        assert head.param_grads is not None
+        mine = [head.logit_grad, head.image_grad, head.text_grad, *head.param_grads]
+        for g, h in zip(mine, grads, strict=True):
+            assert g is not None
+            assert torch.allclose(g.double(), h, rtol=1e-4, atol=1e-6 * float(h.abs().max()))
+        halves = head.direction_grads["i2t"] + head.direction_grads["t2i"].T
+        assert torch.allclose(halves, head.logit_grad, atol=1e-7)
+
+
+def test_the_measured_batch_is_the_first_micro_batch() -> None:
+    encoder = Toy()
+    probe = toy_probe(encoder)
+    probe.begin(1, 0)
+    first = None
+    for micro in range(3):
+        batch = toy_batch(5, micro)
+        embeddings = encoder.embed(batch)
+        terms = Clip()(embeddings)
+        first = embeddings.image.detach().clone() if first is None else first
+        with probe.watching(batch, embeddings, terms):
+            total_loss(terms).backward()
+    assert probe._step is not None
+    assert torch.equal(probe._step.embeddings.image, first)
+
+
+def test_hooks_are_gone_and_nothing_is_kept() -> None:
+    encoder = Toy()
+    probe = toy_probe(encoder)
+    probe.begin(1, 0)
+    batch = toy_batch(5, 0)
+    embeddings = encoder.embed(batch)
+    terms = Clip()(embeddings)
+    with probe.watching(batch, embeddings, terms):
+        total_loss(terms).backward()
+    assert not embeddings.image._backward_hooks
+    assert terms[0].scores is not None
+    assert not terms[0].scores.logits._backward_hooks
+    alive = weakref.ref(terms[0].scores.logits)
+    probe.flush()
+    del terms, embeddings
+    gc.collect()
+    assert alive() is None
+
+
+def test_hooks_are_gone_when_the_backward_fails() -> None:
+    encoder = Toy()
+    probe = toy_probe(encoder)
+    probe.begin(1, 0)
+    embeddings = encoder.embed(toy_batch(4, 0))
+    terms = Clip()(embeddings)
+    with pytest.raises(RuntimeError, match="on purpose"), probe.watching(toy_batch(4, 0), embeddings, terms):
+        raise RuntimeError("on purpose")
+    assert not embeddings.image._backward_hooks
+
+
+class Syncs(TorchDispatchMode):
+    """Counts operations that make a GPU wait for the host: scalars read, shapes that depend on values."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal.default")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = str(func)
+        if any(f"aten.{word}" in name for word in self.WAITING):
+            self.seen.append(name)
+        if "aten.index.Tensor" in name and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            self.seen.append(f"{name} with a mask")
+        return func(*args, **(kwargs or {}))
+
+
+def test_quantities_never_wait_for_the_device() -> None:
+    encoder = Toy()
+    probe = toy_probe(encoder)
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-2)
+    probe.optimizer = optimizer
+    for index in (1, 2):
+        optimizer.zero_grad(set_to_none=True)
+        probe.begin(index, 0)
+        batch = toy_batch(5, index)
+        embeddings = encoder.embed(batch)
+        terms = Clip()(embeddings)
+        with Syncs() as syncs:
+            with probe.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
+                total_loss(terms).backward()
+            probe.accumulated([total_loss(terms)])
+        optimizer.step()
+        with syncs:
+            probe.updated()
+        assert syncs.seen == []
+        assert not probe.failures
+        probe.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    phase: ClassVar[str] = "batch"
+
+    def __call__(self, step: Step) -> list[Reading]:
+        raise ZeroDivisionError("broken on purpose")
+
+
+def test_a_failing_quantity_is_recorded_and_training_goes_on() -> None:
+    encoder = Toy()
+    probe = toy_probe(encoder)
+    probe.quantities = {"broken": Broken(), **probe.quantities}
+    probe.begin(1, 0)
+    embeddings = encoder.embed(toy_batch(4, 0))
+    terms = Clip()(embeddings)
+    with probe.watching(toy_batch(4, 0), embeddings, terms):
+        total_loss(terms).backward()
+    values = readings(probe)
+    assert values["broken", "", "failed"] == 1
+    assert ("loss", "infonce", "true") in values
+    assert "broken on purpose" in probe.failures[0]
+
+
+def test_without_the_second_backward_the_pair_is_not_measured_and_nothing_else_changes() -> None:
+    encoder = Toy()
+    full, cheap = toy_probe(encoder), toy_probe(encoder, second_backward=False)
+    results = []
+    for probe in (full, cheap):
+        encoder.zero_grad(set_to_none=True)
+        probe.begin(1, 0)
+        embeddings = encoder.embed(toy_batch(6, 1))
+        terms = Clip()(embeddings)
+        with probe.watching(toy_batch(6, 1), embeddings, terms):
+            total_loss(terms).backward()
+        results.append(readings(probe))
+    a, b = results
+    assert ("gradient", "pair", "ratio") in a
+    assert ("gradient", "pair", "ratio") not in b
+    shared = [k for k in b if k[0] != "probe"]
+    assert all(a[k] == b[k] or a[k] != a[k] for k in shared)
+
+
+def test_loss_scale_is_taken_out() -> None:
+    encoder = Toy()
+    norms = []
+    for loss_scale in (1.0, 65536.0):
+        encoder.zero_grad(set_to_none=True)
+        probe = toy_probe(encoder)
+        probe.begin(1, 0)
+        embeddings = encoder.embed(toy_batch(6, 1))
+        terms = Clip()(embeddings)
+        with probe.watching(toy_batch(6, 1), embeddings, terms, loss_scale=loss_scale):
+            (total_loss(terms) * loss_scale).backward()
+        norms.append(readings(probe)["gradient", "infonce", "norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
