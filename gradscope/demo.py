@@ -154,8 +154,9 @@ def verdict_lines(start: Any, infonce: Any, hn: Any, arms: Arms) -> list[str]:
     lines.append(f"Cause. Share of batches under 1e-3 by width, same start: {by_width}; {cause}.")
     lines += sentences(hn)
     if hn.ratio and hn.cosine:
+        ratios = ", ".join(f"{ratio:.3g}" for ratio in hn.ratio)
         lines.append(
-            f"What HN changes: along its run its gradient is {', '.join(f'{r:.3g}' for r in hn.ratio)} times InfoNCE's (median by epoch), "
+            f"What HN changes: along its run its gradient is {ratios} times InfoNCE's (median by epoch), "
             f"cosine between the two {hn.cosine[0]:.2f} (sd {hn.cosine[1]:.2f}). Active is not yet learning; recall decides:"
         )
     for name, title in (("tiny", "start"), ("infonce", "InfoNCE"), ("hn", "HN")):

@@ -125,8 +125,8 @@ def sentences(summary: Summary) -> list[str]:
     )
     if "entries.parameters" in zeros:
         lines.append(
-            f"Of all gradient entries {zeros['entries.parameters']:.1%} are exactly 0; {zeros['structural.parameters']:.1%} lie in rows the "
-            f"batch cannot reach, and of the rest {zeros['entries_reached.parameters']:.2%} are 0."
+            f"Of all gradient entries {zeros['entries.parameters']:.1%} are exactly 0; {zeros['structural.parameters']:.1%} lie in "
+            f"rows the batch cannot reach, and of the rest {zeros['entries_reached.parameters']:.2%} are 0."
         )
     lines.append(
         f"Residual left (probability on negatives, mean over anchors, median over batches, by epoch): "
