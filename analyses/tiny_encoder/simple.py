@@ -17,9 +17,7 @@ from gradscope.data.scenes_grammar import COLOURS, KINDS, PATTERNS, SETTINGS, WE
 from gradscope.data.scenes_words import COLOUR_WORDS, KIND_WORDS, NUMBERS, PATTERN_FRAMES, SETTING_FRAMES, WEATHER_FRAMES
 
 SHAPES: dict[str, Parts] = {
-    "heart": [
-        ("body", "polygon", [(0.5, 1), (0, 0.4), (0.1, 0.1), (0.35, 0.06), (0.5, 0.25), (0.65, 0.06), (0.9, 0.1), (1, 0.4)])
-    ],
+    "heart": [("body", "polygon", [(0.5, 1), (0, 0.4), (0.1, 0.1), (0.35, 0.06), (0.5, 0.25), (0.65, 0.06), (0.9, 0.1), (1, 0.4)])],
     "cross": [
         (
             "body",
@@ -58,9 +56,7 @@ SHAPES: dict[str, Parts] = {
 }
 FIELDS = {"brown": (122, 84, 50), "gray": (140, 140, 144), "silver": (204, 206, 210), "cream": (240, 230, 200)}
 FIELDS |= {"turquoise": (64, 200, 190), **{name: RGB[name] for name in COLOURS}}
-WHERE = {
-    (x, y): " ".join(w for w in (("top", "", "bottom")[y], ("left", "", "right")[x]) if w) for x in range(3) for y in range(3)
-}
+WHERE = {(x, y): " ".join(w for w in (("top", "", "bottom")[y], ("left", "", "right")[x]) if w) for x in range(3) for y in range(3)}
 PIXELS = {"small": 26, "big": 48, "huge": 84}
 
 

@@ -2,7 +2,12 @@
 
     python analyses/tiny_encoder/train.py --work runs/tiny            # resumes by itself; see README.md
 
-Of every batch 48 rows are dense scenes and 80 are simple pictures; all share one softmax. fp32 throughout.
+Every batch mixes dense scenes with simple pictures in one softmax. Stage 1 (48 dense, 80 simple) learns from breadth. In stage 2
+(80 dense, 48 simple) a cone term keeps a common direction, for otherwise the dense rows spread as they are told apart:
+
+    cone = weight * sum over {dense texts, dense images} of relu(target - mean pairwise cosine)^2
+
+fp32 throughout.
 """
 
 from __future__ import annotations
@@ -30,9 +35,12 @@ from gradscope.encoders.tiny_model import FOLDER, build_model, load_config
 class Recipe:
     """Everything the weights depend on."""
 
-    steps: int = 5000
-    dense: int = 48  # rows of a batch that are dense scenes
-    simple: int = 80
+    steps: int = 3800
+    stage_1: int = 2011  # its last step
+    dense_1: int = 48  # rows of a batch of 128 that are dense scenes, per stage
+    dense_2: int = 80
+    cone_weight: float = 10.0  # stage 2
+    cone_target: float = 0.65
     dense_chunks: int = 32
     simple_chunks: int = 32
     lr: float = 1e-3
@@ -40,6 +48,15 @@ class Recipe:
     weight_decay: float = 0.05
     scale: float = 100.0
     seed: int = 0
+
+
+BATCH = 128
+
+
+def mean_cosine(rows: torch.Tensor) -> torch.Tensor:
+    """Mean cosine over all pairs of different unit rows, in O(n)."""
+    n = len(rows)
+    return (rows.sum(0).square().sum() - n) / (n * (n - 1))
 
 
 def encode_text(model, tokens: torch.Tensor) -> torch.Tensor:
@@ -86,19 +103,25 @@ def optimizer_of(model, recipe: Recipe) -> torch.optim.Optimizer:
 
 def train_step(model, optimizer, recipe: Recipe, step: int, pools: dict[str, Pool]) -> tuple[float, float]:
     """One update; the loss and the dense rows' in-batch accuracy before it."""
-    parts = [pools[half].take(rows_of_step(recipe, step, pools[half], getattr(recipe, half))) for half in ("dense", "simple")]
+    dense = recipe.dense_1 if step <= recipe.stage_1 else recipe.dense_2
+    counts = {"dense": dense, "simple": BATCH - dense}
+    parts = [pools[half].take(rows_of_step(recipe, step, pools[half], count)) for half, count in counts.items()]
     images = model.encode_image(to_input(np.concatenate([part[0] for part in parts])), normalize=True)
     texts = F.normalize(torch.cat([encode_text(model, torch.from_numpy(part[1]).long()) for part in parts]), dim=-1)
     logits = recipe.scale * images @ texts.T
     target = torch.arange(len(logits))
     loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-    loss.backward()
+    total = loss
+    if step > recipe.stage_1:
+        spread = [F.relu(recipe.cone_target - mean_cosine(rows[:dense])) for rows in (texts, images)]
+        total = loss + recipe.cone_weight * (spread[0] ** 2 + spread[1] ** 2)
+    total.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(recipe, step)
     optimizer.step()
     optimizer.zero_grad()
-    right = (logits.argmax(-1) == target)[: recipe.dense].float().mean()
+    right = (logits.argmax(-1) == target)[:dense].float().mean()
     return float(loss.detach()), float(right)
 
 
