@@ -42,7 +42,9 @@ def embed_records(
     total, done = len(records) + len(captions), 0
     images: list[Tensor] = []
     with evaluating(encoder):
-        loader = DataLoader(Pixels(records, encoder.preprocess()), batch_size=batch_size, num_workers=workers)
+        # A loader draws a seed when it starts; from its own generator, so that training's random state is left alone.
+        own = torch.Generator()
+        loader = DataLoader(Pixels(records, encoder.preprocess()), batch_size=batch_size, num_workers=workers, generator=own)
         for pixels in loader:
             images.append(encoder.embed_image(pixels.to(encoder.device)))
             done += len(pixels)

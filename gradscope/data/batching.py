@@ -9,22 +9,30 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gradscope.data.images import load_rgb
-from gradscope.encoders.dual import DualEncoder, Tokenized
 from gradscope.types import Batch, Record
+
+if TYPE_CHECKING:
+    from gradscope.encoders.dual import DualEncoder, Tokenized
 
 
 def generator(*purpose: object) -> torch.Generator:
     """A generator of its own for each purpose, e.g. ``generator(seed, "order", epoch)``."""
     digest = hashlib.sha256("/".join(map(str, purpose)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+@lru_cache(maxsize=2)
+def epoch_order(records: int, seed: int, epoch: int) -> list[int]:
+    """The shuffle of an epoch (1-based)."""
+    return torch.randperm(records, generator=generator(seed, "order", epoch)).tolist()
 
 
 class Pixels(Dataset):
@@ -89,7 +97,7 @@ class Batches:
     def indices(self, step: int) -> list[list[int]]:
         """Record numbers of the micro-batches of a step."""
         epoch, within = divmod(step - 1, self.steps_per_epoch)
-        order = torch.randperm(len(self.records), generator=generator(self.seed, "order", epoch + 1)).tolist()
+        order = epoch_order(len(self.records), self.seed, epoch + 1)
         start = within * self.per_step
         return [order[start + k * self.batch_size : start + (k + 1) * self.batch_size] for k in range(self.accumulate)]
 
@@ -97,7 +105,8 @@ class Batches:
         """Micro-batches of steps ``first`` to ``last``, both included."""
         plan = [micro for step in range(first, last + 1) for micro in self.indices(step)]
         pixels = Pixels(self.records, self.encoder.preprocess())
-        loader = DataLoader(pixels, batch_sampler=plan, num_workers=self.workers)
+        own = torch.Generator()  # the loader draws a seed when it starts; a resumed run must not draw one more than an unbroken one
+        loader = DataLoader(pixels, batch_sampler=plan, num_workers=self.workers, generator=own)
         step: list[Batch] = []
         for micro, images in zip(plan, loader, strict=True):
             step.append(self._batch(micro, images))
