@@ -20,7 +20,7 @@ from gradscope.optim import make_optimizer
 from gradscope.provenance import provenance
 from gradscope.recipe import resolve
 from gradscope.runlog import RunLog
-from gradscope.train import make_framework, make_probe
+from gradscope.train import make_framework, make_probe, report_failures
 
 
 def probe_checkpoints(
@@ -75,6 +75,7 @@ def probe_checkpoints(
                     with probe.watching(batch, embeddings, terms):
                         total.backward()
                     log.write_readings(probe.flush())
+                    report_failures(probe, log)
                     log.write_steps([{"step": step, "samples": step * width, "epoch": 1, "loss": float(total.detach())}])
                     advance(step, count)
                 log.finish()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.progress import TextColumn
@@ -153,6 +153,10 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             norm = torch.nn.utils.get_total_norm([p.grad for p in probe_parameters(encoder) if p.grad is not None])
             if settings.grad_clip > 0:
                 torch.nn.utils.clip_grads_with_norm_(probe_parameters(encoder), settings.grad_clip, norm)
+            row = _step_row(step, epoch, batches, losses, terms, encoder, norm, optimizer, micro_batches)
+            row["negatives_per_anchor"] = recipe.negatives_per_anchor
+            if not math.isfinite(row["loss"]):
+                _stop(row, probe, encoder, log)
             loss_scale = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
@@ -162,19 +166,19 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if probe:
                 probe.updated(skipped)
                 log.write_readings(probe.flush())
-                _report_failures(probe, log)
-            row = _step_row(step, epoch, batches, losses, terms, encoder, norm, optimizer, micro_batches)
+                report_failures(probe, log)
             row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
             row["images_per_s"] = batches.per_step / row["seconds"]
             row["probe_seconds"] = sum(probe.seconds.values()) if probe else 0.0
-            row["negatives_per_anchor"] = recipe.negatives_per_anchor
             log.write_steps([row])
-            _stop_if_not_finite(row, encoder, log)
             show(step, row)
             end_of_epoch = step % batches.steps_per_epoch == 0 or step == total_steps
+            to_save = end_of_epoch or (settings.checkpoint_every and step % settings.checkpoint_every == 0)
+            if to_save:
+                _refuse_broken_weights(step, encoder, log)
             if end_of_epoch:
                 best = _validate(encoder, val_records, data.name, log, step=step, epoch=epoch, best=best)
-            if end_of_epoch or (settings.checkpoint_every and step % settings.checkpoint_every == 0):
+            if to_save:
                 checkpoint.save(log.checkpoint_dir(step), encoder, optimizer, scaler)
                 _prune(log, keep={step, best.step})
         log.finish()
@@ -230,15 +234,17 @@ def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, fact
     if not resume:
         return stack.enter_context(RunLog.create(output, recipe_toml=recipe.toml(), provenance=facts)), 1
     run = Run(output)
-    _check_same(run, recipe, facts)
+    check_same_recipe(run, recipe)
+    _check_same_data(run, facts)
     done = [checkpoint_step(path) for path in run.checkpoints()]
     at = max(done, default=0)
-    if at >= facts["total_steps"]:
+    if at >= facts["total_steps"] and run.done:
         raise ValueError(f"'{output}' is complete: {at} of {facts['total_steps']} steps; nothing to resume")
     return stack.enter_context(RunLog.reopen(output, step=at, provenance=facts)), at + 1
 
 
-def _check_same(run: Run, recipe: Recipe, facts: dict[str, Any]) -> None:
+def check_same_recipe(run: Run, recipe: Recipe) -> None:
+    """Raises ValueError naming the first setting that differs from the run's, with its old and new value."""
     before = resolve(run.recipe, {})
     for table in dataclasses.fields(Recipe):
         old, new = getattr(before, table.name), getattr(recipe, table.name)
@@ -246,12 +252,18 @@ def _check_same(run: Run, recipe: Recipe, facts: dict[str, Any]) -> None:
             a, b = getattr(old, key.name), getattr(new, key.name)
             if a != b:
                 raise ValueError(
-                    f"--resume continues the same recipe, but {table.name}.{key.name} was {a!r} and is now {b!r}; "
+                    f"'{run.path}' continues with the same recipe only, but {table.name}.{key.name} was {a!r} and is now {b!r}; "
                     "drop the change, or start a new run with --output"
                 )
+
+
+def _check_same_data(run: Run, facts: dict[str, Any]) -> None:
     a, b = run.provenance["data"]["train_sha256"], facts["data"]["train_sha256"]
     if a != b:
-        raise ValueError(f"--resume needs the same training data: its sha256 was {a[:12]}..., is now {b[:12]}...")
+        raise ValueError(
+            f"--resume needs the same training data, but the sha256 of train.jsonl was {a[:12]}... and is now {b[:12]}...; "
+            "restore the file, or start a new run with --output"
+        )
 
 
 def resume_recipe(output: Path) -> Recipe:
@@ -362,17 +374,35 @@ def _peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _stop_if_not_finite(row: dict[str, Any], encoder: DualEncoder, log: RunLog) -> None:
-    if math.isfinite(row["loss"]):
-        return
-    bad = [n for n, p in encoder.named_parameters() if not bool(torch.isfinite(p).all())]
-    where = f"; first non-finite parameter: {bad[0]}" if bad else "; all parameters are finite, so it came from this batch"
-    message = f"the loss of step {row['step']} is {row['loss']}{where}. The last checkpoint is kept in {log.path / 'checkpoints'}"
+def _stop(row: dict[str, Any], probe: Probe | None, encoder: DualEncoder, log: RunLog) -> NoReturn:
+    """A non-finite loss ends the run before it reaches the weights; its row and readings are kept."""
+    if probe:
+        log.write_readings(probe.flush())
+        report_failures(probe, log)
+    log.write_steps([row])
+    bad = _broken(encoder)
+    where = f"first non-finite parameter: {bad[0]}" if bad else "all parameters are finite, so it came from this batch"
+    _end(f"the loss of step {row['step']} is {row['loss']}; {where}", log)
+
+
+def _refuse_broken_weights(step: int, encoder: DualEncoder, log: RunLog) -> None:
+    """A good checkpoint is never replaced by one with a nan in it."""
+    bad = _broken(encoder)
+    if bad:
+        _end(f"after step {step} {len(bad)} parameters are not finite, the first is {bad[0]}; lower --lr or set train.grad_clip", log)
+
+
+def _broken(encoder: DualEncoder) -> list[str]:
+    return [name for name, parameter in encoder.named_parameters() if not bool(torch.isfinite(parameter).all())]
+
+
+def _end(message: str, log: RunLog) -> NoReturn:
+    message += f". The last checkpoint is kept in {log.path / 'checkpoints'}"
     log.console(message)
     raise FloatingPointError(message)
 
 
-def _report_failures(probe: Probe, log: RunLog) -> None:
+def report_failures(probe: Probe, log: RunLog) -> None:
     for failure in probe.failures:
         console.print(f"[yellow]{failure}[/yellow]")
         log.console(failure)
