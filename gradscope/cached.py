@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradscope.encoders.dual import DualEncoder
 from gradscope.types import Batch, Embeddings
@@ -32,7 +32,7 @@ def check_replayable(encoder: DualEncoder) -> None:
             f"encoder '{encoder.name}' has BatchNorm, whose output depends on the micro-batch: --accumulate-mode cached would not "
             "equal one wide batch; use --accumulate-mode narrow"
         )
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in encoder.modules()):
+    if encoder.has_dropout():
         raise ValueError(
             f"encoder '{encoder.name}' has dropout, which a replay would draw anew; use --accumulate-mode narrow or set it to 0"
         )

@@ -136,7 +136,7 @@ class Probe:
         with self._timed("second backward"):
             for name, watched in known.items():
                 if self.second_backward or name == self.trained:
-                    param_grads[name] = self._through_towers(embeddings, watched, replayed)
+                    param_grads[name] = self._through_towers(embeddings, watched, replayed, half=loss_scale != 1.0)
         scores = terms[0].scores
         assert scores is not None
         kept: dict[str, Tensor] = {}
@@ -219,8 +219,11 @@ class Probe:
             scale_grad=scale_grad,
         )
 
-    def _through_towers(self, embeddings: Embeddings, watched: Watched, replayed: bool) -> list[Tensor | None]:
-        """The gradient over all parameters that belongs to a gradient at the embeddings; ``.grad`` is left alone."""
+    def _through_towers(self, embeddings: Embeddings, watched: Watched, replayed: bool, *, half: bool) -> list[Tensor | None]:
+        """The gradient over all parameters that belongs to a gradient at the embeddings; ``.grad`` is left alone.
+
+        It passes fp16 towers (``half``) under a factor of its own, since the loss scale suits the trained objective's size only.
+        """
         outputs, grads = [], []
         if not replayed:
             outputs, grads = [embeddings.image, embeddings.text], [watched.image_grad, watched.text_grad]
@@ -229,7 +232,12 @@ class Probe:
             outputs, grads = [*outputs, embeddings.scale], [*grads, watched.scale_grad]
         if not outputs:
             return [None] * len(self.parameters)
-        return list(torch.autograd.grad(outputs, self.parameters, grads, retain_graph=True, allow_unused=True))
+        if not half:
+            return list(torch.autograd.grad(outputs, self.parameters, grads, retain_graph=True, allow_unused=True))
+        factor = _fp16_factor(grads)
+        scaled = [gradient * factor for gradient in grads]
+        found = torch.autograd.grad(outputs, self.parameters, scaled, retain_graph=True, allow_unused=True)
+        return [None if gradient is None else gradient / factor for gradient in found]
 
     def _head(self, name: str, watched: Watched, param_grads: Sequence[Tensor | None] | None) -> Head:
         logits = watched.scores.logits
@@ -343,6 +351,12 @@ def _detached(scores: Scores) -> Scores:
 
 def _scaled(gradient: Tensor | None, factor: float) -> Tensor | None:
     return gradient if gradient is None or factor == 1.0 else gradient * factor
+
+
+def _fp16_factor(gradients: Sequence[Tensor]) -> Tensor:
+    """The power of two that brings the largest entry to between 8 and 16: far from both ends of fp16. [] fp32."""
+    largest = torch.stack([g.abs().max() for g in gradients]).max().clamp(min=1e-30)
+    return torch.exp2(4 - torch.frexp(largest).exponent.float())
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -180,6 +180,18 @@ class DualEncoder(nn.Module):
     def has_batch_norm(self) -> bool:
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.modules())
 
+    def has_dropout(self) -> bool:
+        """Of any make: of units, of attention weights, of patches or of whole paths."""
+        return any(_drop_rate(module) > 0 for module in self.modules())
+
+
+def _drop_rate(module: nn.Module) -> float:
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout
+    if "drop" not in type(module).__name__.lower():
+        return 0.0
+    return max(float(getattr(module, name, None) or 0.0) for name in ("p", "prob", "drop_prob"))
+
 
 @contextmanager
 def _captured(*modules: nn.Module) -> Iterator[dict[int, Tensor]]:
