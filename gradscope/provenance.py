@@ -6,13 +6,13 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
     """Facts of this process, with ``facts`` added. Imports torch."""
-    import open_clip
     import torch
 
     from gradscope import __version__
@@ -22,7 +22,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "open_clip": open_clip.__version__,
+        "open_clip": version("open_clip_torch"),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
         "flush_denormal": not bool(torch.tensor([1e-40]).mul(1.0).count_nonzero()),

@@ -35,7 +35,8 @@ def start_widths(
 
     embedded = embed_records(encoder, records, advance=advance)
     order = torch.randperm(len(records), generator=generator(seed, "start widths"))
-    first_caption = torch.tensor([embedded.image_of_text.tolist().index(i) for i in range(len(records))])
+    counts = torch.tensor([len(record.captions) for record in records])
+    first_caption = counts.cumsum(0) - counts
     image, text = embedded.image[order], embedded.text[first_caption[order]]
     scale = encoder.scale().detach()
     rows = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradscope.recipe import Recipe, parse_value, resolve
+from gradscope.recipe import Recipe, Train, parse_value, resolve
 from gradscope.runlog import Run, is_run
 
 
@@ -45,7 +45,9 @@ def parse_over(text: str) -> list[dict[str, Any]]:
 
 def arms(tables: Mapping[str, Any], over: Sequence[str], seeds: int, output: Path) -> list[Arm]:
     """The whole grid, each recipe checked before anything runs. Seeds are the recipe's own, +1, +2, ..."""
-    first = resolve(tables, {}).train.seed
+    train = tables.get("train", {})
+    first = resolve({"train": {"seed": train.get("seed", Train().seed)}} if isinstance(train, Mapping) else tables, {}).train.seed
+    _refuse_repeats(over)
     grid = []
     for combination in itertools.product(*map(parse_over, over)):
         settings = {key: value for point in combination for key, value in point.items()}
@@ -56,6 +58,20 @@ def arms(tables: Mapping[str, Any], over: Sequence[str], seeds: int, output: Pat
     return grid
 
 
+def _refuse_repeats(over: Sequence[str]) -> None:
+    """A setting swept twice, a value given twice or a swept seed would train one run where the grid promises several."""
+    points = [parse_over(text) for text in over]
+    keys = [key for part in points for key in part[0]]
+    for key in keys:
+        if key == "train.seed":
+            raise ValueError("--over train.seed has no effect; use --seeds N, counted up from the recipe's train.seed")
+        if keys.count(key) > 1:
+            raise ValueError(f"--over sets {key} twice; name each setting once")
+    for text, part in zip(over, points, strict=True):
+        if any(part.count(point) > 1 for point in part):
+            raise ValueError(f"--over {text} holds the same value twice; drop one")
+
+
 def run_arm(arm: Arm, split: str) -> None:
     """Trains (or resumes) one arm and evaluates its last checkpoint on ``split``; does nothing where both are done."""
     from gradscope.data.source import open_data
@@ -63,8 +79,10 @@ def run_arm(arm: Arm, split: str) -> None:
     from gradscope.evaluate import evaluate
     from gradscope.evaluation_file import write_evaluation, write_hits
     from gradscope.matmul import fp32_products
-    from gradscope.train import train
+    from gradscope.train import check_same_recipe, train
 
+    if is_run(arm.path):
+        check_same_recipe(Run(arm.path), arm.recipe)  # a finished run of another recipe is not this arm
     if not (is_run(arm.path) and Run(arm.path).done):
         train(arm.recipe, arm.path, resume=is_run(arm.path), quiet=True)
     target = arm.path / f"eval-{split}.json"

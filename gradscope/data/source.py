@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +36,16 @@ class DataSource:
         path = self.folder / f"{split}.jsonl"
         if not path.is_file():
             raise ValueError(f"data set '{self.name}' has no split '{split}'; it has {', '.join(self.splits()) or 'none'}")
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        try:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a caption may hold other line separators
+        except UnicodeDecodeError as error:
+            raise ValueError(f"'{path}' is not UTF-8 (byte {error.start}); save it as UTF-8") from error
         records = [_record(line, self.folder, path, number) for number, line in enumerate(lines, 1) if line.strip()]
         if not records:
             raise ValueError(f"'{path}' holds no records")
         ids = [record.id for record in records]
         if len(set(ids)) < len(ids):
-            twice = next(i for i in ids if ids.count(i) > 1)
+            twice = next(i for i, count in Counter(ids).items() if count > 1)
             raise ValueError(f"'{path}' uses the id '{twice}' more than once; ids name the images, put captions into one record")
         return records
 
@@ -56,6 +60,8 @@ def _record(line: str, folder: Path, path: Path, number: int) -> Record:
         captions, identity, image = row["captions"], row["id"], row["image"]
         if not isinstance(captions, list) or not captions or not all(isinstance(c, str) and c.strip() for c in captions):
             raise ValueError("'captions' must be a list of at least one non-empty string")
+        if not isinstance(image, str) or not image:
+            raise ValueError("'image' must be the path of a picture")
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         what = f"no key {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f'{path}, line {number}: {what}; expected {{"id", "image", "captions": [...]}}') from error

@@ -19,6 +19,7 @@ import torch
 
 from gradscope.encoders.dual import DualEncoder
 from gradscope.paths import data_folders, search
+from gradscope.runlog import Run, is_run
 
 TINY = Path(__file__).parent / "tiny"
 
@@ -63,7 +64,8 @@ def _load(name: str) -> DualEncoder:
 def _encoder_folder(path: Path) -> Path:
     """A run, a checkpoint or a plain open_clip folder -> the folder that holds open_clip_config.json."""
     candidates = [path, path / "encoder"]
-    candidates += [c / "encoder" for c in sorted(path.glob("checkpoints/step-*"), reverse=True)]
+    if is_run(path):
+        candidates += [checkpoint / "encoder" for checkpoint in reversed(Run(path).checkpoints())]
     for candidate in candidates:
         if (candidate / "open_clip_config.json").is_file():
             return candidate

@@ -8,6 +8,7 @@ Source: Long-CLIP (Zhang et al., 2024), section 3.1.
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from gradscope.paths import data_folders, search
 KEPT = 20
 #: width of the image tower -> open_clip architecture
 ARCHITECTURES = {768: "ViT-B-16-quickgelu", 1024: "ViT-L-14-quickgelu"}
+
+#: Numbers that OpenAI's files carry beside the weights.
+NOTES = ("input_resolution", "context_length", "vocab_size")
 
 
 def merge_positions(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -47,12 +51,22 @@ def load_longclip(name: str) -> DualEncoder:
     return from_state(state, name)
 
 
+def _unwrapped(state: Any, name: str) -> dict[str, Tensor]:
+    """fp32 tensors by bare name: a training checkpoint's ``state_dict``, prefixes of wrappers in any order, shape notes left out."""
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"'{name}' is not a Long-CLIP checkpoint: expected a table of tensors by name")
+    bare = {re.sub(r"^((module|_orig_mod)\.)+", "", key): value for key, value in state.items()}
+    return {key: value.float() for key, value in bare.items() if key not in NOTES}
+
+
 def from_state(state: dict[str, Tensor], name: str) -> DualEncoder:
     """A Long-CLIP state dict -> DualEncoder. Every missing or left-over key is an error that names it."""
     import open_clip
     from open_clip.tokenizer import SimpleTokenizer
 
-    state = {key.removeprefix("module."): value.float() for key, value in state.items() if value.is_floating_point()}
+    state = _unwrapped(state, name)
     if "visual.class_embedding" not in state or "positional_embedding" not in state:
         raise ValueError(f"'{name}' is not a Long-CLIP checkpoint: it holds {', '.join(sorted(state)[:5])}, ...")
     state = merge_positions(state)
