@@ -117,7 +117,7 @@ def read(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ValueError(f"recipe '{path}' does not exist") from error
-    except (tomllib.TOMLDecodeError, OSError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"recipe '{path}' cannot be read as TOML: {error}") from error
 
 
