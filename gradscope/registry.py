@@ -69,6 +69,6 @@ class Registry(Generic[T]):
 
 def unknown_name(kind: str, name: str, known: list[str]) -> str:
     """One sentence: what was given, what is nearest, what is allowed."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     return f"unknown {kind} '{name}'.{hint} Known: {', '.join(known) or 'none'}."

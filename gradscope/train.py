@@ -103,12 +103,15 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             total_steps=total_steps,
             left_out_per_epoch=batches.left_out,
             truncated_captions=batches.tokenized.truncated(),
+            repeated_captions=len(train_records) - len({record.captions[0] for record in train_records}),
         )
         log, first = _open_log(stack, recipe, output, resume, facts)
         if first > 1:
             checkpoint.load(log.checkpoint_dir(first - 1), encoder, optimizer, scaler)
+        header = _header(recipe, batches, total_steps, len(val_records), products, facts)
+        log.console(header)
         if not quiet:
-            _print_header(recipe, batches, total_steps, len(val_records), products, facts)
+            console.print(header, soft_wrap=True)
         initial = _initial_captions(recipe, framework, encoder, batches, log, first)
         rows = {record.id: i for i, record in enumerate(train_records)}
         best = _best_so_far(log)
@@ -456,18 +459,18 @@ def _prune(log: RunLog, keep: set[int]) -> None:
 # ---- what a person sees
 
 
-def _print_header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, products: str, facts: dict[str, Any]) -> None:
+def _header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, products: str, facts: dict[str, Any]) -> str:
     objective, settings = recipe.objective, recipe.train
     what = objective.name if objective.name == "infonce" else f"hn gamma {objective.gamma:g}, margin {objective.margin}"
     held = " held out of train" if facts["validation"]["held_out_of_train"] else ""
-    truncated = facts["truncated_captions"]
-    console.print(
-        f"[bold]{recipe.encoder.name}[/bold] on [bold]{recipe.data.name}[/bold]: {len(batches.records)} train, {validation} val{held}; "
-        f"{what}; {settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {products}\n"
+    return (
+        f"{recipe.encoder.name} on {recipe.data.name}: {len(batches.records)} train, {validation} val{held}; {what}\n"
+        f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {products}\n"
         f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
         f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
-        f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch; "
-        f"{truncated} of {len(batches.records)} captions cut at {batches.encoder.context} tokens"
+        f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch\n"
+        f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens, "
+        f"{facts['repeated_captions']} repeat another word for word"
     )
 
 

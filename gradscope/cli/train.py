@@ -81,7 +81,8 @@ def train(
     if flags.get("probe.every") is not None and not settings.probe.log_grads:
         raise ValueError("--probe-every has no effect without --log-grads")
     result = run(settings, output, resume=resume)
-    out.print(f"validation R@1 (mean of both directions): last {result.last:.3f}, best {result.best:.3f} at step {result.best_step}")
+    best = "the start, before any update" if result.best_step == 0 else f"step {result.best_step}"
+    out.print(f"validation R@1 (mean of both directions): last {result.last:.3f}, best {result.best:.3f} at {best}")
     if settings.probe.log_grads:
         print_summary([output])
     out.print(f"run: {output}")
