@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torch import Tensor
 from gradscope import cached, checkpoint
 from gradscope.console import bar, console
 from gradscope.data.batching import Batches
+from gradscope.data.images import refuse_missing
 from gradscope.data.source import DataSource, held_out, open_data
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.load import load_encoder, resolve_device
@@ -168,8 +170,11 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 encoder.clamp_scale(settings.scale_max)
             if probe:
                 probe.updated(skipped)
-                log.write_readings(probe.flush())
+                readings = probe.flush()
+                written = time.perf_counter()
+                log.write_readings(readings)
                 report_failures(probe, log)
+                probe.seconds["write"] = time.perf_counter() - written  # part of the price, known too late to be a reading
             row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
             row["images_per_s"] = batches.per_step / row["seconds"]
             row["probe_seconds"] = sum(probe.seconds.values()) if probe else 0.0
@@ -223,7 +228,10 @@ def make_probe(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer:
 def _splits(data: DataSource, recipe: Recipe) -> tuple[list[Record], list[Record]]:
     records = data.records("train")
     if "val" in data.splits():
-        return records, data.records("val")
+        validation = data.records("val")
+        refuse_missing([*records, *validation])
+        return records, validation
+    refuse_missing(records)
     return held_out(records, recipe.data.val_share, recipe.train.seed)
 
 
@@ -374,7 +382,8 @@ def _peak_memory(device: torch.device) -> float:
     """MiB: allocated on the GPU, or the process's resident peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes, Linux KiB
 
 
 def _stop(row: dict[str, Any], probe: Probe | None, encoder: DualEncoder, log: RunLog) -> NoReturn:

@@ -17,6 +17,7 @@ from gradscope.cli.train import train
 app = typer.Typer(
     name="gradscope",
     help="Why contrastive fine-tuning of a CLIP-style dual encoder stops learning: saturation, gradients, and the repair.",
+    epilog="Example: gradscope demo --output runs/demo",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -35,7 +35,7 @@ def figure(
 
     figures[name]  # an unknown name is answered before any file is opened
     drawing, frame, home = _draw(name, sources)
-    stem = f"figure{name}" if name.isdigit() else name.replace("-", "_")
+    stem = {"width": "width_curve"}.get(name, f"figure{name}" if name.isdigit() else name.replace("-", "_"))
     for path in save(drawing, frame, (output or home) / stem):
         out.print(f"wrote {path}", soft_wrap=True)
 

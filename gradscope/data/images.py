@@ -5,9 +5,22 @@ The stored orientation is applied; transparency is composited on white; every mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageOps
+
+from gradscope.types import Record
+
+
+def refuse_missing(records: Sequence[Record]) -> None:
+    """Raises ValueError with the number of pictures that are not on disk, and the first few, before anything is computed."""
+    missing = [str(record.image) for record in records if record.image is None or not Path(record.image).is_file()]
+    if missing:
+        more = ", ..." if len(missing) > 3 else ""
+        raise ValueError(
+            f"{len(missing)} of {len(records)} pictures do not exist: {', '.join(missing[:3])}{more}; fetch them or drop their lines"
+        )
 
 
 def load_rgb(path: str | Path) -> Image.Image:

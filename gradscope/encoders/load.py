@@ -81,14 +81,19 @@ def from_folder(folder: Path, name: str) -> DualEncoder:
     import open_clip
     from open_clip.tokenizer import SimpleTokenizer
 
-    config = json.loads((folder / "open_clip_config.json").read_text(encoding="utf-8"))
+    file = folder / "open_clip_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        text = config["model_cfg"]["text_cfg"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"'{file}' is not an open_clip configuration ({error}); restore it from where the weights came") from error
     try:
         with _quiet():
             model = open_clip.create_model(f"local-dir:{folder}", require_pretrained=True)
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         raise ValueError(f"the weights in '{folder}' could not be loaded: {_first_line(error)}") from error
     merges = folder / "bpe.txt.gz"
-    context = int(config["model_cfg"]["text_cfg"].get("context_length", 77))
+    context = int(text.get("context_length", 77))
     tokenizer = SimpleTokenizer(bpe_path=str(merges), context_length=context) if merges.is_file() else _stock_tokenizer(config)
     return _checked(model, tokenizer, _full_config(model, config), name)
 

@@ -77,7 +77,10 @@ def from_state(state: dict[str, Tensor], name: str) -> DualEncoder:
     context = state["positional_embedding"].shape[0]
     config["text_cfg"]["context_length"] = context
     model = open_clip.CLIP(**config)
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"'{name}' does not fit {architecture}: {str(error).strip().splitlines()[-1].strip()}") from error
     if missing or unexpected:
         raise ValueError(f"'{name}' does not fit {architecture}: missing {missing[:5]}, left over {unexpected[:5]}")
     from gradscope.encoders.load import _full_config
