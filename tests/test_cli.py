@@ -1,0 +1,172 @@
+"""The command line: help is instant and complete, and what the user got wrong is one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gradscope.cli import app, main
+
+COMMANDS = ["train", "sweep", "eval", "probe", "caption-geometry", "figure", "demo"]
+
+HELP = """
+import sys
+from typer.testing import CliRunner
+from gradscope.cli import app
+names = sorted(command.name for command in app.registered_commands)
+for command in (None, *names):
+    result = CliRunner().invoke(app, [command, "--help"] if command else ["--help"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, (command, result.output)
+    assert "Example: gradscope " in result.output, command
+    if command:
+        assert f"Example: gradscope {command} " in result.output, command
+heavy = {"torch", "pandas", "matplotlib", "seaborn", "open_clip", "scipy", "PIL", "sentence_transformers"} & set(sys.modules)
+assert not heavy, heavy
+print(",".join(names))
+"""
+
+
+def test_every_help_has_an_example_and_imports_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().split(",") == sorted(COMMANDS)
+
+
+def test_the_installed_command_answers():
+    """The console script itself: version, help, and a wrong command."""
+    script = Path(sys.executable).parent / "gradscope"
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("gradscope ")
+    done = subprocess.run([script, "trian"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_no_argument_prints_help():
+    result = CliRunner().invoke(app, [])
+    assert "caption-geometry" in result.output
+
+
+@pytest.fixture
+def cli(monkeypatch, capfd, tmp_path):
+    """``cli("train", "--data", "x")`` -> (exit code, stdout, stderr), in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gradscope", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capfd.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def small(scenes_folder, small_encoder):
+    return ["--data", scenes_folder, "--encoder", small_encoder, "--device", "cpu", "--batch-size", 8, "--max-steps", 2]
+
+
+def refused(result: tuple[int, str, str], *words: str) -> None:
+    code, out, err = result
+    assert code == 2, err
+    assert "Traceback" not in err + out
+    lines = [line for line in err.splitlines() if line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("gradscope: ")
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+def test_wrong_settings(cli, small):
+    refused(cli("train", "--data", "scene"), "unknown data set 'scene'", "Did you mean 'scenes'", "train.jsonl")
+    refused(cli("train", *small, "--encoder", "ViT-B-61:openai"), "unknown encoder", "Did you mean 'ViT-B-16")
+    refused(cli("train", *small, "--encoder", "tinny"), "unknown encoder 'tinny'", "Did you mean 'tiny'")
+    refused(cli("train", *small, "--gamma", ".5"), "--gamma", "hn")
+    refused(cli("train", *small, "--accumulate", "8"), "--accumulate-mode", "narrow", "cached")
+    refused(cli("train", *small, "--probe-every", "2"), "--log-grads")
+    refused(cli("train", *small, "--set", "train.gradclip=1"), "Did you mean 'grad_clip'")
+    refused(cli("train", *small, "--set", "lr=1"), "table.key=value")
+    refused(cli("train", *small, "--recipe", "no.toml"), "'no.toml' does not exist")
+    refused(cli("train", *small, "--device", "gpu"), "unknown device 'gpu'", "cpu")
+    refused(cli("train", *small, "--batch-size", 500), "500 x 1 = 500 records", "160", "--batch-size")
+    refused(cli("train", *small, "--resume"), "not a run directory")
+
+
+def test_wrong_data(cli, small, tmp_path, scenes_folder):
+    (tmp_path / "empty").mkdir()
+    refused(cli("train", *small, "--data", "empty"), "neither train.jsonl nor test.jsonl", "nothing")
+    (tmp_path / "bad").mkdir()
+    bad = tmp_path / "bad" / "train.jsonl"
+    bad.write_text("\n")
+    refused(cli("train", *small, "--data", "bad"), "holds no records")
+    rows = {
+        '{"id": 1, "image": "a.jpg"}': "no key 'captions'",
+        '{"id": 1, "image": "a.jpg", "captions": "one"}': "'captions' must be a list",
+        '{"id": 1, "image": "a.jpg", "captions": [" "]}': "'captions' must be a list",
+        '{"id": 1, "image": null, "captions": ["one"]}': "'image' must be the path",
+        '{"id": 1, "image": "a.jpg", "captions": ["one"]': "line 2",
+        "[1, 2]": "line 2",
+    }
+    for row, message in rows.items():
+        bad.write_text(f'{{"id": 0, "image": "a.jpg", "captions": ["zero"]}}\n{row}\n')
+        refused(cli("train", *small, "--data", "bad"), str(Path("bad/train.jsonl")), "line 2", message)
+    bad.write_text('{"id": 0, "image": "a.jpg", "captions": ["zero"]}\n' * 2)
+    refused(cli("train", *small, "--data", "bad"), "id '0' more than once")
+    bad.write_bytes('{"id": 0, "image": "a.jpg", "captions": ["caf\xe9"]}\n'.encode("latin-1"))
+    refused(cli("train", *small, "--data", "bad"), "not UTF-8")
+    bad.write_text("".join(f'{{"id": {i}, "image": "no{i}.jpg", "captions": ["zero"]}}\n' for i in range(40)))
+    refused(cli("train", *small, "--data", "bad"), "40 of 40 pictures do not exist: bad/no0.jpg, bad/no1.jpg, bad/no2.jpg, ...")
+    assert not (tmp_path / "runs").exists(), "a run that cannot start leaves no folder behind"
+
+
+def test_wrong_evaluations(cli, scenes_folder, small_encoder, tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "train.jsonl").write_bytes((scenes_folder / "train.jsonl").read_bytes())
+    common = ["--device", "cpu", "--data"]
+    refused(cli("eval", small_encoder, *common, "part", "--split", "test"), "no split 'test'", "it has train")
+    refused(cli("eval", "part", *common, scenes_folder), "'part' holds no encoder", "found train.jsonl")
+    refused(cli("eval", "nothing", *common, scenes_folder), "unknown encoder 'nothing'")
+    refused(cli("eval", "longclip-L", *common, scenes_folder), "longclip-L", "not on disk", "Fetch")
+    (tmp_path / "text.pt").write_text("<html>not weights</html>")
+    refused(cli("eval", "text.pt", *common, scenes_folder), "text.pt", "not loaded")
+    refused(cli("probe", "nothing", *common, scenes_folder), "unknown encoder 'nothing'")
+
+
+def test_wrong_figures_and_sweeps(cli, tmp_path):
+    (tmp_path / "no-run").mkdir()
+    refused(cli("figure", "4", "no-run"), "not a run directory", "an empty directory")
+    refused(cli("figure", "5", "no-run"), "unknown figure '5'")
+    (tmp_path / "recipe.toml").write_text("")
+    refused(cli("sweep", "recipe.toml", "--over", "objective.gama=0,1"), "Did you mean 'gamma'")
+    refused(cli("sweep", "recipe.toml", "--over", "gamma"), "--over takes")
+    refused(cli("sweep", "no.toml", "--over", "train.lr=1"), "does not exist")
+
+
+def test_train_eval_probe_figure(cli, small, scenes_folder, tmp_path):
+    """One pass through the commands as a person uses them; then a second train into the same folder is refused."""
+    code, out, err = cli("train", *small, "--objective", "hn", "--log-grads", "--probe-every", 1, "--output", "run")
+    assert code == 0, err
+    assert "width 8 candidates per softmax, 7 negatives per anchor, chance ln 8 = 2.0794" in err
+    assert "validation R@1" in out
+    assert "HN (gamma 0.5) at width 8" in out
+    refused(cli("train", *small, "--output", "run"), "already holds a run", "--resume")
+    refused(cli("train", "--output", "run", "--resume", "--lr", "1"), "train.lr was 1e-05 and is now 1.0")
+    refused(cli("train", "--output", "run", "--resume"), "is complete: 2 of 2 steps")
+    code, out, err = cli("eval", "run", "--data", scenes_folder, "--device", "cpu", "--resamples", 50)
+    assert code == 0, err
+    assert "R@1" in out
+    assert (tmp_path / "run" / f"eval-{scenes_folder.name}-test.json").is_file()
+    code, out, err = cli("probe", "run", "--data", scenes_folder, "--device", "cpu", "--width", 8, "--batches", 2)
+    assert code == 0, err
+    assert "all readings in runs/probe/run" in out
+    code, out, err = cli("figure", "4", "run", "--output", "pictures")
+    assert code == 0, err
+    assert sorted(p.suffix for p in (tmp_path / "pictures").iterdir()) == [".csv", ".pdf", ".png"]
+    assert not os.environ.get("MPLBACKEND")
