@@ -39,7 +39,8 @@ def embed_records(
     captions = [caption for record in records for caption in record.captions]
     owner = [i for i, record in enumerate(records) for _ in record.captions]
     tokenized = encoder.tokenize(captions)
-    total, done = len(records) + len(captions), 0
+    distinct, row_of = _distinct(tokenized.ids)
+    total, done = len(records) + len(distinct), 0
     images: list[Tensor] = []
     with evaluating(encoder):
         # A loader draws a seed when it starts; from its own generator, so that training's random state is left alone.
@@ -50,9 +51,9 @@ def embed_records(
             done += len(pixels)
             if advance:
                 advance(done, total)
-    text = encoder.embed_texts(
-        tokenized.ids, batch_size=batch_size, progress=(lambda n, _: advance(done + n, total)) if advance else None
-    )
+    text = encoder.embed_texts(distinct, batch_size=batch_size, progress=(lambda n, _: advance(done + n, total)) if advance else None)[
+        row_of
+    ]
     return Embedded(
         ids=tuple(record.id for record in records),
         image=torch.cat(images),
@@ -60,6 +61,20 @@ def embed_records(
         image_of_text=torch.tensor(owner, device=encoder.device),
         truncated=tokenized.truncated(),
     )
+
+
+def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The different rows in order of appearance, and which of them each row is. Equal captions are embedded once: in two batches
+    they would differ by rounding, and a tie between them would be broken by it."""
+    seen: dict[bytes, int] = {}
+    firsts, row_of = [], []
+    for index, row in enumerate(ids.numpy()):
+        key = row.tobytes()
+        if key not in seen:
+            seen[key] = len(firsts)
+            firsts.append(index)
+        row_of.append(seen[key])
+    return ids[firsts], torch.tensor(row_of)
 
 
 def evaluate(
