@@ -67,7 +67,8 @@ def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The different rows in order of appearance, and which of them each row is. Equal captions are embedded once: in two batches
     they would differ by rounding, and a tie between them would be broken by it."""
     seen: dict[bytes, int] = {}
-    firsts, row_of = [], []
+    firsts: list[int] = []
+    row_of: list[int] = []
     for index, row in enumerate(ids.numpy()):
         key = row.tobytes()
         if key not in seen:
