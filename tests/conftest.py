@@ -14,8 +14,8 @@ import pytest
 SMALL = {
     "model_cfg": {
         "embed_dim": 16,
-        "vision_cfg": {"image_size": 16, "layers": 2, "width": 32, "patch_size": 8, "head_width": 16},
-        "text_cfg": {"context_length": 128, "vocab_size": 2014, "width": 32, "heads": 2, "layers": 2},
+        "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "patch_size": 8, "head_width": 16},
+        "text_cfg": {"context_length": 128, "vocab_size": 2014, "width": 32, "heads": 2, "layers": 1},
     },
     "preprocess_cfg": {"size": [16, 16], "mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "interpolation": "bicubic"},
 }

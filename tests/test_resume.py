@@ -43,7 +43,7 @@ def settings(scenes_folder: Path, small_encoder: Path) -> dict[str, object]:
         "train.batch_size": 8,
         "train.accumulate": 2,
         "train.accumulate_mode": "narrow",
-        "train.epochs": 4,
+        "train.epochs": 3,
         "train.lr": 1e-3,
         "train.checkpoint_every": 2,
         "probe.log_grads": True,
@@ -110,14 +110,14 @@ def test_kill_9_and_resume_equals_an_unbroken_run(settings, tmp_path):
     output = tmp_path / "killed"
     kill_after(start(recipe, output), output, 7)
     assert not Run(output).done
-    assert 0 < len(Run(output).steps) < 4 * EPOCH
-    train_until(recipe, output, 25)
+    assert 0 < len(Run(output).steps) < 3 * EPOCH
+    train_until(recipe, output, 21)
     train(resume_recipe(output), output, resume=True, quiet=True)
     assert_equal_runs(tmp_path / "whole", output)
     attempts = Run(output).attempts
     assert [entry["attempt"] for entry in attempts] == [1, 2, 3]
     assert attempts[1]["from_step"] % 2 == 0
-    assert Run(output).steps["step"].tolist() == list(range(1, 4 * EPOCH + 1))
+    assert Run(output).steps["step"].tolist() == list(range(1, 3 * EPOCH + 1))
     assert not Run(output).path.joinpath("checkpoints", ".step-000010.partial").exists()
 
 
@@ -157,9 +157,9 @@ def test_resume_in_mid_epoch(settings, tmp_path, arm, scenes_folder):
         text = (scenes_folder / "train.jsonl").read_text()
         (tmp_path / "data" / "train.jsonl").write_text(text.replace('"images/', f'"{scenes_folder}/images/'))
         changes = {"data.name": str(tmp_path / "data")}
-    recipe = resolve({}, {**settings, **changes, "train.max_steps": 12, "train.checkpoint_every": 3, "probe.every": 2})
+    recipe = resolve({}, {**settings, **changes, "train.max_steps": 8, "train.checkpoint_every": 3, "probe.every": 2})
     train(recipe, tmp_path / "whole", quiet=True)
-    train_until(recipe, tmp_path / "killed", 8)
+    train_until(recipe, tmp_path / "killed", 7)
     assert Run(tmp_path / "killed").checkpoints()[-1].name == "step-000006"
     train(recipe, tmp_path / "killed", resume=True, quiet=True)
     assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_named(settings, tmp_path):
 
 CHANGES = {
     "train.lr": (1e-3, 2e-3),
-    "train.epochs": (4, 8),
+    "train.epochs": (3, 8),
     "train.batch_size": (8, 16),
     "train.seed": (42, 43),
     "objective.gamma": (0.5, 0.25),
