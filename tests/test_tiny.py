@@ -105,9 +105,9 @@ def test_it_tells_scenes_apart(tiny):
         texts = model.encode_text(tokenizer([describe(s, rng) for s in scenes]), normalize=True)
     cosine = (images @ texts.T).double()
     for matrix in (cosine, cosine.T):
-        assert (matrix.argmax(1) == torch.arange(64)).double().mean() > 0.8, seed
+        assert (matrix.argmax(1) == torch.arange(64)).double().mean() > 0.9, seed
     off = ~torch.eye(64, dtype=torch.bool)
-    assert (texts @ texts.T)[off].mean() > 0.4, seed
+    assert (texts @ texts.T)[off].mean() > 0.55, seed
 
 
 def test_configuration_is_plain_json():

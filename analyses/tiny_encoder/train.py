@@ -1,6 +1,6 @@
 """Pretrain ``tiny``: symmetric InfoNCE at batch 128 with the logit scale fixed at 100 from the first step.
 
-    python analyses/tiny_encoder/train.py --work runs/tiny            # resumes by itself; see README.md
+    python analyses/tiny_encoder/train.py --work runs/tiny_encoder    # resumes by itself; see README.md
 
 Every batch mixes dense scenes with simple pictures in one softmax. Stage 1 (48 dense, 80 simple) learns from breadth. In stage 2
 (80 dense, 48 simple) a cone term keeps a common direction, for otherwise the dense rows spread as they are told apart:
