@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SMALL
 from safetensors.torch import load_file
 
 from gradscope.recipe import Recipe, resolve
@@ -143,15 +144,19 @@ def train_until(recipe: Recipe, output: Path, step: int, where: str = "write_ste
             train(recipe, output, resume=(output / "recipe.toml").is_file(), quiet=True)
 
 
-@pytest.mark.parametrize("arm", ["token", "cached", "fp16", "held out"])
-def test_resume_in_mid_epoch(settings, tmp_path, arm, scenes_folder):
-    """For each thing that has a state of its own: token scale, cached replay, the loss scale, validation held out of train."""
+@pytest.mark.parametrize("arm", ["token", "cached", "fp16", "held out", "dropout"])
+def test_resume_in_mid_epoch(settings, tmp_path, arm, scenes_folder, make_encoder):
+    """Whatever has a state of its own: token scale, cached replay, loss scale, held-out validation, random numbers."""
     changes = {
         "token": {"objective.framework": "hn_clip", "objective.margin": "live"},
         "cached": {"train.accumulate_mode": "cached"},
         "fp16": {"train.precision": "fp16"},
         "held out": {},
+        "dropout": {},
     }[arm]
+    if arm == "dropout":
+        vision = {**SMALL["model_cfg"]["vision_cfg"], "patch_dropout": 0.5}
+        changes = {"encoder.name": str(make_encoder(config={**SMALL, "model_cfg": {**SMALL["model_cfg"], "vision_cfg": vision}}))}
     if arm == "held out":
         (tmp_path / "data").mkdir()
         text = (scenes_folder / "train.jsonl").read_text()
