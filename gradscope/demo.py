@@ -16,7 +16,7 @@ from gradscope.console import console, out, progress
 from gradscope.recipe import Recipe, resolve
 
 WIDTHS = (16, 32, 64, 128)
-#: Records whose batches show the start at each width: 128 batches of 16, 16 batches of 128.
+#: Random training records whose batches show the start at each width: 128 batches of 16, 16 batches of 128.
 START_RECORDS = 2048
 
 
@@ -58,20 +58,21 @@ def run(output: Path, *, epochs: int, lr: float, seed: int) -> None:
 def _start(output: Path) -> Any:
     """The width table and figure, and the caption geometry of the test split, all with the untrained weights."""
     from gradscope.caption_geometry import measure_captions
+    from gradscope.cpu_speed import cpu_speed
     from gradscope.data.captions import read_captions
     from gradscope.data.source import open_data
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.encoders.text import load_text_encoder
     from gradscope.figures.style import save
     from gradscope.figures.width_start import start_widths as draw
-    from gradscope.matmul import fp32_products
     from gradscope.start_widths import start_widths
 
     console.rule("the same start at several widths")
-    records = open_data("scenes").records("train")[:START_RECORDS]
+    records = open_data("scenes").records("train")
     device = resolve_device("auto")
-    with fp32_products(device), progress("embedding") as advance:
-        frame = start_widths(load_encoder("tiny", device), records, WIDTHS, advance=advance)
+    encoder = load_encoder("tiny", device)
+    with cpu_speed(device, encoder.longest_sequence), progress("embedding") as advance:
+        frame = start_widths(encoder, records, WIDTHS, sample=START_RECORDS, advance=advance)
     output.mkdir(parents=True, exist_ok=True)
     drawing, drawn = draw(frame)
     save(drawing, drawn, output / "figures" / "start_widths")
@@ -83,11 +84,11 @@ def _start(output: Path) -> Any:
 def _evaluate(output: Path) -> Arms:
     import numpy as np
 
+    from gradscope.cpu_speed import cpu_speed
     from gradscope.data.source import open_data
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.evaluate import evaluate
     from gradscope.evaluation_file import retrieval_table, write_evaluation, write_hits
-    from gradscope.matmul import fp32_products
     from gradscope.metrics.bootstrap import paired_difference
 
     source, device = open_data("scenes"), resolve_device("auto")
@@ -95,8 +96,9 @@ def _evaluate(output: Path) -> Arms:
     recall, hits = {}, {}
     for name in ("tiny", "infonce", "hn"):
         where = "tiny" if name == "tiny" else str(output / name)
-        with fp32_products(device), progress(f"test split, {name}") as advance:
-            result, embedded = evaluate(load_encoder(where, device), records, advance=advance)
+        encoder = load_encoder(where, device)
+        with cpu_speed(device, encoder.longest_sequence), progress(f"test split, {name}") as advance:
+            result, embedded = evaluate(encoder, records, advance=advance)
         write_evaluation(output / f"eval-test-{name}.json", where, source, "test", result, embedded)
         write_hits(output / f"eval-test-{name}.npz", result)
         if name != "tiny":

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradscope.console import progress
+from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.frameworks.clip import total_loss
-from gradscope.matmul import fp32_products
 from gradscope.optim import make_optimizer
 from gradscope.provenance import provenance
 from gradscope.recipe import resolve
@@ -56,9 +56,9 @@ def probe_checkpoints(
         stream = Batches(records=records, encoder=encoder, batch_size=width, accumulate=1, seed=seed)
         count = min(batches, stream.steps_per_epoch)
         path = output / re.sub(r"[^A-Za-z0-9_.=-]+", "-", name).strip("-")
-        with fp32_products(place) as products:
+        with cpu_speed(place, encoder.longest_sequence) as kernels:
             facts = provenance(
-                fp32_products=products,
+                kernels=kernels,
                 width=width,
                 data={"name": data, "split": split, "train_sha256": source.fingerprint(split)},
             )

@@ -28,20 +28,24 @@ def start_widths(
     widths: Sequence[int],
     *,
     seed: int = 0,
+    sample: int | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> pd.DataFrame:
-    """A row per batch: width, batch, log10_true. The last records that do not fill a batch are left out."""
+    """A row per batch: width, batch, log10_true.
+
+    The records are shuffled first, and only ``sample`` of them used if it is given: neighbours in a file may be relatives. The last
+    records that do not fill a batch are left out. The caption of a record is its first.
+    """
     import pandas as pd
 
-    embedded = embed_records(encoder, records, advance=advance)
-    order = torch.randperm(len(records), generator=generator(seed, "start widths"))
-    counts = torch.tensor([len(record.captions) for record in records])
-    first_caption = counts.cumsum(0) - counts
-    image, text = embedded.image[order], embedded.text[first_caption[order]]
+    order = torch.randperm(len(records), generator=generator(seed, "start widths")).tolist()[:sample]
+    embedded = embed_records(encoder, [records[i] for i in order], advance=advance)
+    counts = torch.tensor([len(records[i].captions) for i in order])
+    image, text = embedded.image, embedded.text[counts.cumsum(0) - counts]
     scale = encoder.scale().detach()
     rows = []
     for width in widths:
-        for batch in range(len(records) // width):
+        for batch in range(len(order) // width):
             pick = slice(batch * width, (batch + 1) * width)
             logits = scale * (image[pick] @ text[pick].T)
             rows.append({"width": width, "batch": batch, "log10_true": float(log10_batch_loss(logits))})

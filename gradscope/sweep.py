@@ -74,11 +74,11 @@ def _refuse_repeats(over: Sequence[str]) -> None:
 
 def run_arm(arm: Arm, split: str) -> None:
     """Trains (or resumes) one arm and evaluates its last checkpoint on ``split``; does nothing where both are done."""
+    from gradscope.cpu_speed import cpu_speed
     from gradscope.data.source import open_data
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.evaluate import evaluate
     from gradscope.evaluation_file import write_evaluation, write_hits
-    from gradscope.matmul import fp32_products
     from gradscope.train import check_same_recipe, train
 
     if is_run(arm.path):
@@ -90,8 +90,9 @@ def run_arm(arm: Arm, split: str) -> None:
         return
     source = open_data(arm.recipe.data.name)
     device = resolve_device(arm.recipe.train.device)
-    with fp32_products(device):
-        result, embedded = evaluate(load_encoder(str(arm.path), device), source.records(split))
+    encoder = load_encoder(str(arm.path), device)
+    with cpu_speed(device, encoder.longest_sequence):
+        result, embedded = evaluate(encoder, source.records(split))
     write_hits(target.with_suffix(".npz"), result)
     write_evaluation(target, str(arm.path), source, split, result, embedded)
 

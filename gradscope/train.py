@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gradscope import cached, checkpoint
 from gradscope.console import bar, console
+from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.images import refuse_missing
 from gradscope.data.source import DataSource, held_out, open_data
@@ -31,7 +32,6 @@ from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.evaluate import evaluate
 from gradscope.frameworks.clip import Clip, total_loss
-from gradscope.matmul import fp32_products
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
@@ -94,9 +94,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
     probe = make_probe(recipe, encoder, framework, optimizer)
 
     with ExitStack() as stack:
-        products = stack.enter_context(fp32_products(device))
+        kernels = stack.enter_context(cpu_speed(device, encoder.longest_sequence))
         facts = provenance(
-            fp32_products=products,
+            kernels=kernels,
             data={"name": data.name, "train_sha256": data.fingerprint("train"), "records": len(train_records)},
             validation={"records": len(val_records), "held_out_of_train": "val" not in data.splits()},
             width=recipe.width,
@@ -110,7 +110,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         log, first = _open_log(stack, recipe, output, resume, facts)
         if first > 1:
             checkpoint.load(log.checkpoint_dir(first - 1), encoder, optimizer, scaler)
-        header = _header(recipe, batches, total_steps, len(val_records), products, facts)
+        header = _header(recipe, batches, total_steps, len(val_records), kernels, facts)
         log.console(header)
         if not quiet:
             console.print(header, soft_wrap=True)
@@ -468,13 +468,13 @@ def _prune(log: RunLog, keep: set[int]) -> None:
 # ---- what a person sees
 
 
-def _header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, products: str, facts: dict[str, Any]) -> str:
+def _header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, kernels: str, facts: dict[str, Any]) -> str:
     objective, settings = recipe.objective, recipe.train
     what = objective.name if objective.name == "infonce" else f"hn gamma {objective.gamma:g}, margin {objective.margin}"
     held = " held out of train" if facts["validation"]["held_out_of_train"] else ""
     return (
         f"{recipe.encoder.name} on {recipe.data.name}: {len(batches.records)} train, {validation} val{held}; {what}\n"
-        f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {products}\n"
+        f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}\n"
         f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
         f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
         f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch\n"

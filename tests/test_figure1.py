@@ -72,9 +72,7 @@ def test_files_hold_what_was_measured(tmp_path: Path) -> None:
     rows = HashEncoder().embed([c for c in [f"A red chair number {i}" for i in range(40)] + list(further) if c])[0].double()
     cosine = (rows @ rows.T).numpy()
     np.fill_diagonal(cosine, -2)
-    assert frame.cosine.to_numpy() == pytest.approx(
-        np.where(np.isnan(rows[:, 0]), np.nan, np.nanmax(cosine, axis=1)), nan_ok=True
-    )
+    assert frame.cosine.to_numpy() == pytest.approx(np.where(np.isnan(rows[:, 0]), np.nan, np.nanmax(cosine, axis=1)), nan_ok=True)
     assert found.provenance["sha256"] == hashlib.sha256((tmp_path / "toy.json").read_bytes()).hexdigest()
 
 

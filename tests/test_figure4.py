@@ -44,9 +44,7 @@ def evaluated(step: int, epoch: int, recall: float, split: str = "val") -> list[
     return [{**names, **numbers, "direction": direction} for direction in ("i2t", "t2i")]
 
 
-def make_run(
-    path: Path, trained: str, *, epochs: int = 3, validate: bool = True, probe: bool = True, broken: bool = True
-) -> Run:
+def make_run(path: Path, trained: str, *, epochs: int = 3, validate: bool = True, probe: bool = True, broken: bool = True) -> Run:
     generator = np.random.default_rng()
     with RunLog.create(path, recipe_toml=f'[objective]\nname = "{trained}"\n', provenance={}) as log:
         log.write_evals(evaluated(0, 0, 0.5, "val" if validate else "test"))
@@ -141,9 +139,7 @@ def test_zeros_and_undefined_cosines_are_counted_in_words(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("epochs", [1, 3, 30])
 @pytest.mark.parametrize("broken", [True, False])
-def test_three_files_are_written_without_a_warning(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder, epochs: int, broken: bool
-) -> None:
+def test_three_files_are_written_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder, epochs: int, broken: bool) -> None:
     run = make_run(tmp_path / "hn", "hn", epochs=epochs, broken=broken)
     drawing, frame = figure4(run)
     paths = save(drawing, frame, tmp_path / "figure4")

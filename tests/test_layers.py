@@ -15,7 +15,7 @@ ROOT = Path(gradscope.__file__).parent
 
 #: The layer of each folder or top-level file; a file may import its own layer and those below.
 LAYERS = {
-    0: ["types", "registry", "runlog", "console", "paths", "provenance", "matmul", "geometry_file"],
+    0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file"],
     1: ["objectives", "metrics", "data"],
     2: ["quantities", "encoders", "frameworks", "recipe"],
     3: ["probe", "optim", "checkpoint", "cached"],

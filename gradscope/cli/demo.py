@@ -11,7 +11,7 @@ import typer
 def demo(
     output: Annotated[Path, typer.Option(help="Folder of the runs, figures and verdict.")] = Path("runs/demo"),
     epochs: Annotated[int, typer.Option(help="Epochs of each arm.", min=1)] = 3,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of both arms.")] = 1e-4,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of both arms.")] = 3e-5,
     seed: Annotated[int, typer.Option(help="Order of the data, both arms.")] = 42,
 ) -> None:
     """The whole story on the embedded data: train InfoNCE and HN with the probe on, evaluate, draw Figures 1 and 4, and conclude.

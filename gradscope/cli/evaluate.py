@@ -22,17 +22,17 @@ def evaluate(
     Example: gradscope eval runs/demo/hn --data scenes --split test
     """
     from gradscope.console import out, progress
+    from gradscope.cpu_speed import cpu_speed
     from gradscope.data.source import open_data
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.evaluate import evaluate as score
     from gradscope.evaluation_file import retrieval_table, write_evaluation
-    from gradscope.matmul import fp32_products
 
     place = resolve_device(device)
     source = open_data(data)
     records = source.records(split)
     model = load_encoder(encoder, place)
-    with fp32_products(place), progress("embedding") as advance:
+    with cpu_speed(place, model.longest_sequence), progress("embedding") as advance:
         result, embedded = score(model, records, resamples=resamples, batch_size=batch_size, advance=advance)
     path = write_evaluation(output, encoder, source, split, result, embedded)
     out.print(retrieval_table(result, f"{encoder} on {data} {split}"))

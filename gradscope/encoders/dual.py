@@ -56,6 +56,14 @@ class DualEncoder(nn.Module):
         return int(self.model.context_length)
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longer tower: the text context, or patches and class token of a ViT (0 for other image towers)."""
+        vision = self.config["model_cfg"]["vision_cfg"]
+        size, patch = vision.get("image_size"), vision.get("patch_size")
+        patches = (size // patch) ** 2 + 1 if isinstance(size, int) and isinstance(patch, int) else 0
+        return max(self.context, patches)
+
+    @property
     def device(self) -> torch.device:
         return self.model.logit_scale.device
 
