@@ -135,7 +135,7 @@ def _report(output: Path, start: Any, arms: Arms, files: list[Path], seconds: fl
     lines = verdict_lines(start, infonce, hn, arms)
     lines.append(f"Figures 1 and 4: {', '.join(str(f) for f in files if f.suffix == '.png')}; runs: {output}; {seconds:.0f} s in all.")
     for line in lines:
-        out.print(line)
+        out.print(line, soft_wrap=True, markup=False)
     (output / "verdict.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (output / "verdict.json").write_text(json.dumps({**asdict(arms), "verdict": lines}, indent=2) + "\n", encoding="utf-8")
 
@@ -159,7 +159,7 @@ def verdict_lines(start: Any, infonce: Any, hn: Any, arms: Arms) -> list[str]:
         ratios = ", ".join(f"{ratio:.3g}" for ratio in hn.ratio)
         lines.append(
             f"What HN changes: along its run its gradient is {ratios} times InfoNCE's (median by epoch), "
-            f"cosine between the two {hn.cosine[0]:.2f} (sd {hn.cosine[1]:.2f}). Active is not yet learning; recall decides:"
+            f"cosine between the two {hn.cosine[0]:.2f} (sd {hn.cosine[1]:.2f}). Recall decides:"
         )
     for name, title in (("tiny", "start"), ("infonce", "InfoNCE"), ("hn", "HN")):
         cells = [f"{d} {100 * v:.1f} % [{100 * lo:.1f}, {100 * hi:.1f}]" for d, (v, lo, hi) in arms.recall[name].items()]

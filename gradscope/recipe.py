@@ -203,6 +203,9 @@ def _with_presets(recipe: Recipe, given: set[str]) -> Recipe:
                     f"--framework hn_clip means {key} {value}; got {getattr(objective, field_name)}. Use --framework clip to choose"
                 )
         objective = dataclasses.replace(objective, **{"name" if k == "objective" else k: v for k, v in PRESET.items()})
+    if objective.name == "hn" and objective.margin == "none":
+        # A resolved infonce recipe, now told to train hn: its 0 and "none" stand for "does not apply" and give way to the defaults.
+        objective = dataclasses.replace(objective, margin=Objective().margin, gamma=objective.gamma or Objective().gamma)
     if objective.name == "infonce":
         ignored = objective.gamma != 0 and "objective.gamma" in given
         if ignored or ("objective.margin" in given and objective.margin != "none"):

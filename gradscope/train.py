@@ -113,7 +113,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         header = _header(recipe, batches, total_steps, len(val_records), kernels, facts)
         log.console(header)
         if not quiet:
-            console.print(header, soft_wrap=True)
+            console.print(header, soft_wrap=True, markup=False)
         initial = _initial_captions(recipe, framework, encoder, batches, log, first)
         rows = {record.id: i for i, record in enumerate(train_records)}
         best = _best_so_far(log)
@@ -416,7 +416,7 @@ def _end(message: str, log: RunLog) -> NoReturn:
 
 def report_failures(probe: Probe, log: RunLog) -> None:
     for failure in probe.failures:
-        console.print(f"[yellow]{failure}[/yellow]")
+        console.print(failure, style="yellow", markup=False)
         log.console(failure)
     probe.failures.clear()
 

@@ -33,6 +33,7 @@ class Summary:
     zeros: dict[str, dict[str, float]]  # mean over all measured batches, by term and key
     residual: dict[str, tuple[float, ...]]  # median over batches of the mean residual, both directions
     effective_rows: dict[str, tuple[float, ...]]  # median over batches, mean of both directions
+    margin: tuple[float, float]  # last epoch, medians: scale * gamma * mean caption cosine (logits); share of anchors it beats
     ratio: tuple[float, ...]  # median of norm HN / norm InfoNCE; empty where the second backward was not taken
     cosine: tuple[float, float] | None  # mean and sd between the two gradients
 
@@ -66,7 +67,7 @@ def summarise(path: Path) -> Summary:
     rows, pairs = run.readings, None
     ratio: tuple[float, ...] = ()
     if not rows[(rows["quantity"] == "gradient") & (rows["term"] == "pair")].empty:
-        ratio = _by_epoch(run, "gradient", "ratio", "pair", "median")
+        ratio = tuple(10**value for value in _by_epoch(run, "gradient", "log10_ratio", "pair", "median"))
         cosines = run.reading("gradient", "cosine", "pair")["value"].astype(float)
         pairs = (float(cosines.mean()), float(cosines.std()))
     return Summary(
@@ -78,8 +79,9 @@ def summarise(path: Path) -> Summary:
         below={term: _by_epoch(run, "saturation", "below_1e-3", term, "mean") for term in TERMS},
         crossings=crossings,
         zeros={term: _zeros(run, term) for term in TERMS},
-        residual={term: _both(run, "residual", "mean", term) for term in TERMS},
+        residual={term: _geometric(_both(run, "residual", "log10_mean", term)) for term in TERMS},
         effective_rows={term: _both(run, "saturation", "effective_rows", term) for term in TERMS},
+        margin=(_by_epoch(run, "captions", "margin_logits", "", "median")[-1], _both(run, "gap", "violated_with_margin", "hn")[-1]),
         ratio=ratio,
         cosine=pairs,
     )
@@ -93,6 +95,11 @@ def _by_epoch(run: Run, quantity: str, key: str, term: str, how: str) -> tuple[f
 def _both(run: Run, quantity: str, key: str, term: str) -> tuple[float, ...]:
     directions = [_by_epoch(run, quantity, f"{key}.{d}", term, "median") for d in ("i2t", "t2i")]
     return tuple((a + b) / 2 for a, b in zip(*directions, strict=True))
+
+
+def _geometric(log10_values: tuple[float, ...]) -> tuple[float, ...]:
+    """Medians and means over decades are taken of the logarithms: of an even number of values, the plain ones follow the larger."""
+    return tuple(10**value for value in log10_values)
 
 
 def _zeros(run: Run, term: str) -> dict[str, float]:
@@ -133,6 +140,12 @@ def sentences(summary: Summary) -> list[str]:
         f"{', '.join(f'{r:.1e}' for r in summary.residual[term])}; carried by "
         f"{summary.effective_rows[term][-1]:.1f} of {summary.width} anchors."
     )
+    if term == "hn":
+        constant, beaten = summary.margin
+        lines.append(
+            f"The margin's constant part is {constant:.1f} logits and {beaten:.0%} of anchors are beaten once it is added: "
+            "a loss that it keeps up is active, which is not yet learning."
+        )
     return lines
 
 
@@ -178,4 +191,4 @@ def print_summary(paths: Sequence[Path]) -> None:
     out.print(summary_table(summaries))
     for summary in summaries:
         for line in sentences(summary):
-            out.print(line, soft_wrap=True)
+            out.print(line, soft_wrap=True, markup=False)

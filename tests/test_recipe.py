@@ -102,6 +102,8 @@ def test_a_written_recipe_resolves_to_itself(case, tmp_path: Path):
 def test_presets_and_infonce_are_spelled_out():
     assert resolve({}, {}).objective.gamma == 0.0
     assert resolve({}, {}).objective.margin == "none"
+    told_otherwise = resolve(tomllib.loads(resolve({}, {}).toml()), {"objective.name": "hn"}).objective
+    assert (told_otherwise.gamma, told_otherwise.margin) == (0.5, "live")
     preset = resolve({"objective": {"framework": "hn_clip"}}, {}).objective
     assert (preset.name, preset.gamma, preset.token_weight, preset.margin) == ("hn", 0.5, 1.0, "live")
     assert resolve({"train": {"lr": 1}}, {}).train.lr == 1.0

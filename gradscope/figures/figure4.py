@@ -201,7 +201,8 @@ def _draw_losses(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame, width: st
     for level, word, colour in ((THRESHOLD, "$10^{-3}$", "0.25"), (PAPER_FLOOR, "floor of the paper's plot", "0.7")):
         axis.axhline(level, color=colour, linewidth=0.6, linestyle=(0, (4, 2)), zorder=1)
         if level == PAPER_FLOOR:
-            axis.text(0.99, level, word, color="0.5", fontsize=5.5, ha="right", va="top", transform=axis.get_yaxis_transform())
+            # At the start, where no trace has come down yet.
+            axis.text(0.01, level, word, color="0.5", fontsize=5.5, ha="left", va="top", transform=axis.get_yaxis_transform())
     _power_axis(axis, traces["value"], at_most=PAPER_FLOOR - 1.5)
     axis.set_ylabel("loss (nat)")
     shares = frame[frame["series"] == "share_below_1e-3"]
