@@ -163,13 +163,13 @@ def _errors(run: Run) -> pd.DataFrame:
 
 
 def _quartiles(frame: pd.DataFrame) -> pd.DataFrame:
-    """Per epoch: median and quartiles as order statistics, so that -inf (an exact zero) takes its place without arithmetic."""
+    """Per epoch: the median, and quartiles as order statistics; -inf (an exact zero) takes its place in the order."""
     rows = []
     for epoch, group in frame.groupby("epoch"):
         ordered = np.sort(group["value"].dropna().to_numpy(dtype=float))
         if len(ordered):
-            low, middle, high = (ordered[int(np.ceil(q * len(ordered))) - 1] for q in (0.25, 0.5, 0.75))
-            rows.append({"epoch": epoch, "value": middle, "low": low, "high": high, "n": len(ordered)})
+            low, high = (ordered[int(np.ceil(q * len(ordered))) - 1] for q in (0.25, 0.75))
+            rows.append({"epoch": epoch, "value": np.median(ordered), "low": low, "high": high, "n": len(ordered)})
     return pd.DataFrame(rows, columns=["epoch", "value", "low", "high", "n"])
 
 
