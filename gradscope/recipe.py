@@ -159,7 +159,7 @@ def resolve(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
             raise ValueError(unknown_name("recipe table", table, _tables()))
         built[table] = _table(table, values)
     given = {f"{table}.{key}" for table, values in merged.items() for key in values}
-    recipe = _with_presets(Recipe(**built), given)
+    recipe = _with_presets(Recipe(**built), given, set(overrides))
     check(recipe)
     return recipe
 
@@ -190,8 +190,11 @@ def _typed(name: str, value: Any, default: Any) -> Any:
     return value
 
 
-def _with_presets(recipe: Recipe, given: set[str]) -> Recipe:
-    """Spells out what a preset fixes and what infonce and single batches leave without meaning; refuses contradictions."""
+def _with_presets(recipe: Recipe, given: set[str], overridden: set[str]) -> Recipe:
+    """Spells out what a preset fixes and what infonce and single batches leave without meaning; refuses contradictions.
+
+    ``given`` are the dotted keys set anywhere, ``overridden`` those set by a flag, --set or a sweep, over the recipe file.
+    """
     objective, train = recipe.objective, recipe.train
     if objective.framework == "hn_clip":
         from gradscope.frameworks.hn_clip import PRESET
@@ -203,9 +206,10 @@ def _with_presets(recipe: Recipe, given: set[str]) -> Recipe:
                     f"--framework hn_clip means {key} {value}; got {getattr(objective, field_name)}. Use --framework clip to choose"
                 )
         objective = dataclasses.replace(objective, **{"name" if k == "objective" else k: v for k, v in PRESET.items()})
-    if objective.name == "hn" and objective.margin == "none":
+    if objective.name == "hn" and objective.margin == "none" and "objective.margin" not in overridden:
         # A resolved infonce recipe, now told to train hn: its 0 and "none" stand for "does not apply" and give way to the defaults.
-        objective = dataclasses.replace(objective, margin=Objective().margin, gamma=objective.gamma or Objective().gamma)
+        asked = "objective.gamma" in overridden or objective.gamma != 0
+        objective = dataclasses.replace(objective, margin=Objective().margin, gamma=objective.gamma if asked else Objective().gamma)
     if objective.name == "infonce":
         ignored = objective.gamma != 0 and "objective.gamma" in given
         if ignored or ("objective.margin" in given and objective.margin != "none"):

@@ -104,6 +104,10 @@ def test_presets_and_infonce_are_spelled_out():
     assert resolve({}, {}).objective.margin == "none"
     told_otherwise = resolve(tomllib.loads(resolve({}, {}).toml()), {"objective.name": "hn"}).objective
     assert (told_otherwise.gamma, told_otherwise.margin) == (0.5, "live")
+    swept = resolve(tomllib.loads(resolve({}, {}).toml()), {"objective.name": "hn", "objective.gamma": 0.0}).objective
+    assert (swept.gamma, swept.margin) == (0.0, "live"), "a gamma of 0 that was asked for stays 0"
+    with pytest.raises(ValueError, match="value of --margin 'none'"):
+        resolve({}, {"objective.name": "hn", "objective.margin": "none"})
     preset = resolve({"objective": {"framework": "hn_clip"}}, {}).objective
     assert (preset.name, preset.gamma, preset.token_weight, preset.margin) == ("hn", 0.5, 1.0, "live")
     assert resolve({"train": {"lr": 1}}, {}).train.lr == 1.0
