@@ -21,7 +21,7 @@ from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
 from gradscope.encoders import longclip
 from gradscope.encoders.dual import DualEncoder
-from gradscope.encoders.load import load_encoder, resolve_device
+from gradscope.encoders.load import load_encoder, resolve_device, trained_with_quick_gelu
 from gradscope.optim import make_optimizer
 from gradscope.recipe import Train
 from gradscope.types import Batch
@@ -362,3 +362,10 @@ def test_a_run_loads_its_last_checkpoint_that_counts(small_encoder, make_encoder
     (run / "provenance.json").write_text(json.dumps({"attempts": [{"attempt": 1, "from_step": 0}]}))
     expected = load_file(Path(small_encoder) / "open_clip_model.safetensors")
     assert torch.equal(load_encoder(str(run)).model.text_projection.detach(), expected["text_projection"])
+
+
+def test_the_activation_follows_the_weights_not_the_name_of_the_architecture():
+    assert trained_with_quick_gelu("ViT-B-16", "openai")
+    assert not trained_with_quick_gelu("ViT-B-16", "laion2b_s34b_b88k")
+    assert not trained_with_quick_gelu("ViT-B-16", "a/file.pt")
+    assert not trained_with_quick_gelu("ViT-B-16", "")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gradscope.console import console
 from gradscope.encoders.dual import DualEncoder
 from gradscope.paths import data_folders, search
 from gradscope.runlog import Run, is_run
@@ -110,17 +111,32 @@ def from_open_clip(name: str) -> DualEncoder:
         known = ["tiny", "longclip-L", "longclip-B", *open_clip.list_models()]
         message = unknown_name("encoder", name, known)
         raise ValueError(message.split(" Known:")[0] + " Give tiny, a run, a folder, longclip-L, or an open_clip NAME:TAG.")
+    quick = not hub and trained_with_quick_gelu(architecture, tag)
     try:
         with _quiet():
-            model = open_clip.create_model(architecture, pretrained=tag or None)
+            model = open_clip.create_model(architecture, pretrained=tag or None, force_quick_gelu=quick)
     except Exception as error:
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(architecture)) if not hub else "the hub's own"
         raise ValueError(
             f"encoder '{name}' could not be loaded: {_first_line(error)}. Known tags: {tags or 'none'}; a weights file works too."
         ) from error
     model_cfg: Any = open_clip.get_model_config(architecture.replace("/", "-")) if not hub else _hub_config(architecture)
+    if quick:
+        model_cfg["quick_gelu"] = True  # so that a saved copy is built the same
+    if not hub and not tag:
+        console.print(f"encoder '{name}' has RANDOM weights: no pretrained tag was given (NAME:TAG)", style="yellow", markup=False)
     config = {"model_cfg": model_cfg, "preprocess_cfg": {}}
     return _checked(model, _stock_tokenizer(config), _full_config(model, config), name)
+
+
+def trained_with_quick_gelu(architecture: str, tag: str) -> bool:
+    """Whether a pretrained tag's weights belong to QuickGELU (OpenAI's and a few others), whatever the architecture is called.
+
+    open_clip itself only warns and builds the plain GELU, which is another function than the one the weights were trained in.
+    """
+    import open_clip
+
+    return bool(open_clip.get_pretrained_cfg(architecture, tag).get("quick_gelu", False)) if tag else False
 
 
 def _hub_config(name: str) -> Any:
