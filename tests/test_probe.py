@@ -141,7 +141,7 @@ def test_hooks_are_gone_when_the_backward_fails() -> None:
 class Syncs(TorchDispatchMode):
     """Counts operations that make a GPU wait for the host: scalars read, shapes that depend on values."""
 
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal.default")
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal.default", "bincount")
 
     def __init__(self) -> None:
         super().__init__()

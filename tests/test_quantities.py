@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import secrets
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import torch
 from toy import CONTEXT, VOCABULARY, WIDTH, Toy, measured, readings, toy_batch, toy_probe
 
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.objectives.hn import HN
+from gradscope.objectives.margin import MARGINS
 from gradscope.quantities import quantities
 from gradscope.quantities.captions import BINS, HIGH, LOW
 from gradscope.types import Batch, Step
@@ -270,6 +274,49 @@ def test_a_nan_embedding_is_shown_and_not_hidden() -> None:
         assert math.isnan(values[key])  # type: ignore[arg-type]
     assert math.isnan(values["saturation", "infonce", "below_1e-3"])  # type: ignore[arg-type]
     assert math.isnan(values["residual", "hn", "mean.i2t"])  # type: ignore[arg-type]
+
+
+def test_nan_captions_are_in_no_bin_and_no_share() -> None:
+    step, _, _ = seen(6)
+    text = step.embeddings.text.clone()
+    text[1] = math.nan
+    broken = replace(step, embeddings=replace(step.embeddings, text=text))
+    values = {reading.key: reading.value for reading in quantities["captions"]()(broken)}
+    assert int(values["histogram"].sum()) == 5 * 4 // 2
+    assert math.isnan(values["near_duplicates"])
+
+
+@pytest.mark.parametrize("kind", MARGINS)
+def test_the_constant_part_of_every_margin(kind: str) -> None:
+    encoder, batch = Toy(), toy_batch(7, secrets.randbits(32))
+    probe = toy_probe(encoder, "hn")
+    probe.objectives["hn"] = HN(gamma=0.25, margin=kind)
+    embeddings = encoder.embed(batch)
+    initial = torch.nn.functional.normalize(torch.randn(7, 9), dim=1)
+    terms = Clip(objective=probe.objectives["hn"])(embeddings, initial)
+    probe.begin(1, 0)
+    with probe.watching(batch, embeddings, terms, initial_text=initial):
+        total_loss(terms).backward()
+    off = ~np.eye(7, dtype=bool)
+    live, start = ((z.detach().double() @ z.detach().double().T).numpy()[off].mean() for z in (embeddings.text, initial))
+    mean = {"live": live, "fixed": live, "frozen": start, "centred": 0.0}[kind]
+    assert readings(probe)["captions", "", "margin_logits"] == pytest.approx(20.0 * 0.25 * mean, abs=1e-5)
+
+
+def test_an_optimizer_without_moments_has_no_normalised_step() -> None:
+    encoder = Toy()
+    probe = toy_probe(encoder)
+    probe.optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    probe.begin(1, 0)
+    embeddings = encoder.embed(toy_batch(4, 0))
+    terms = Clip()(embeddings)
+    with probe.watching(toy_batch(4, 0), embeddings, terms):
+        total_loss(terms).backward()
+    probe.accumulated([total_loss(terms)])
+    probe.optimizer.step()
+    probe.updated()
+    keys = {key for quantity, _, key in readings(probe) if quantity == "optimizer"}
+    assert keys == {"update_ratio.image", "update_ratio.text", "update_ratio.scale"}
 
 
 def test_adam_quantiles_eps_and_stale_against_loops() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gradscope.metrics.gradients import cosine, max_abs, squared_parts
@@ -43,7 +44,8 @@ class Gradient:
             norms[name] = unit.double() * squares.sum().sqrt()
             values = {"norm": norms[name], "log10_norm": norms[name].log10(), "max_abs": unit.double()}
             for part, indices in parts.items():
-                values[f"norm.{part}"] = unit.double() * squares[indices].sum().sqrt()
+                own = torch.stack([squares[i] for i in indices])  # squares[indices] would send the list to a GPU, and wait for it
+                values[f"norm.{part}"] = unit.double() * own.sum().sqrt()
             readings += [
                 Reading(quantity="gradient", key=key, term=name, value=value, unit="log10" if "log10" in key else "nat / weight")
                 for key, value in values.items()

@@ -4,7 +4,8 @@
     true          the same mean in float64 from softplus(logsumexp of negatives - positive), from the fp32 logits
     log10_true    its log10: no trace meets a floor
     chance        ln(width), the loss of guessing
-    total         what was minimised: weighted terms included
+
+What was minimised, weighted terms included, is ``accumulation``'s mean_loss: another term than this one is not in these values.
 
 How to read: trained 0.0 with a finite log10_true is rounding, not the end of the gradient.
 How it can mislead: width decides the value; 1e-3 at width 16 and at width 128 are two different achievements. HN's value holds the

@@ -51,23 +51,28 @@ def _unit(key: str) -> str:
 
 
 def _adam(step: Step) -> dict[str, Tensor]:
-    """Moments are read where an Adam keeps them; an optimizer without them has no normalised step and reports none."""
+    """Moments are read where an Adam keeps them; an optimizer without them has no normalised step: {}."""
     assert step.optimizer is not None
     counts = torch.zeros((_HIGH - _LOW) * _PER_DECADE + 1, dtype=torch.int64, device=step.embeddings.text.device)
+    one = torch.ones((), dtype=torch.int64, device=counts.device)
     totals = torch.zeros(3, dtype=torch.float64, device=counts.device)  # entries, eps-dominated, stale
+    found_any = False
     for group in step.optimizer.param_groups:
         for parameter in group["params"]:
             state = step.optimizer.state.get(parameter, {})
             if "exp_avg_sq" not in state or parameter.grad is None:
                 continue
+            found_any = True
             beta1, beta2 = group["betas"]
             root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
             size = (state["exp_avg"] / (1 - beta1 ** state["step"])).abs() / (root + group["eps"])
             bins = (size.log10().clamp(_LOW, _HIGH).nan_to_num(nan=_HIGH) - _LOW).mul(_PER_DECADE).long()
-            counts += torch.bincount(bins.flatten(), minlength=len(counts))
+            counts.scatter_add_(0, bins.flatten(), one.expand(bins.numel()))  # bincount would make a GPU wait for the host
             gradient = parameter.grad.abs()
             stale = (gradient > 0) & (gradient * STALE < root)
             totals += torch.stack([torch.ones_like(root).sum(), (root < group["eps"]).sum(), stale.sum()]).double()
+    if not found_any:
+        return {}
     cumulative = counts.cumsum(0).double() / counts.sum()
     centres = 10.0 ** (_LOW + (torch.arange(len(counts), dtype=torch.float64, device=counts.device) + 0.5) / _PER_DECADE)
     places = torch.stack([(cumulative < q).sum() for q in QUANTILES]).clamp(max=len(counts) - 1)
