@@ -176,6 +176,8 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     hn, other = make_run(tmp_path / "hn", "hn"), make_run(tmp_path / "other", "hn")
     with pytest.raises(ValueError, match="trained with infonce"):
         figure4(hn, other)
+    with pytest.raises(ValueError, match=r"both .* were trained with infonce"):
+        figure4(make_run(tmp_path / "one", "infonce"), make_run(tmp_path / "two", "infonce"))
     with pytest.raises(ValueError, match="first is longer"):
         figure4(hn, make_run(tmp_path / "longer", "infonce", epochs=4))
     with pytest.raises(ValueError, match=r"objective\.name 'siglip'"):

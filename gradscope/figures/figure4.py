@@ -84,7 +84,11 @@ def trained_with(run: Run) -> str:
 
 def _ordered(run: Run, overlay: Run | None) -> tuple[Run, Run | None]:
     """The run whose trajectory the dual readings follow first, the InfoNCE run second."""
-    if overlay is None or trained_with(overlay) == "infonce":
+    if overlay is None:
+        return run, None
+    if trained_with(run) == trained_with(overlay) == "infonce":
+        raise ValueError(f"both {run.path} and {overlay.path} were trained with infonce; give an HN run and an InfoNCE run, or one.")
+    if trained_with(overlay) == "infonce":
         return run, overlay
     if trained_with(run) == "infonce":
         return overlay, run
