@@ -142,24 +142,26 @@ def _report(output: Path, start: Any, arms: Arms, files: list[Path], seconds: fl
 
 def verdict_lines(start: Any, infonce: Any, hn: Any, arms: Arms) -> list[str]:
     """State, cause, remedy: sentences that a person can act on."""
-    from gradscope.verdict import sentences
+    from gradscope.verdict import SATURATED, sentences
 
     lines = sentences(infonce)
     shares = (start.assign(below=start["log10_true"] < -3).groupby("width")["below"].mean()).to_dict()
     by_width = ", ".join(f"{width}: {share:.0%}" for width, share in shares.items())
     narrow, wide = shares[min(shares)], shares[max(shares)]
-    cause = (
-        "so most of the saturation is the narrow softmax: the same weights and data teach again at a wider one"
-        if wide < 0.5 * narrow
-        else "so a wider softmax alone does not undo it: the start is too easy for these data"
-    )
+    if narrow < SATURATED:
+        cause = "so the start is not saturated even at the narrowest width"
+    elif wide < 0.5 * narrow:
+        cause = "so most of the saturation is the narrow softmax: the same weights and data teach again at a wider one"
+    else:
+        cause = "so a wider softmax alone does not undo it: the start is too easy for these data"
     lines.append(f"Cause. Share of batches under 1e-3 by width, same start: {by_width}; {cause}.")
     lines += sentences(hn)
     if hn.ratio and hn.cosine:
         ratios = ", ".join(f"{ratio:.3g}" for ratio in hn.ratio)
+        undefined = f"; undefined in {hn.cosine_undefined} batches" if hn.cosine_undefined else ""
         lines.append(
             f"What HN changes: along its run its gradient is {ratios} times InfoNCE's (median by epoch), "
-            f"cosine between the two {hn.cosine[0]:.2f} (sd {hn.cosine[1]:.2f}). Recall decides:"
+            f"cosine between the two {hn.cosine[0]:.2f} (sd {hn.cosine[1]:.2f}{undefined}). Recall decides:"
         )
     for name, title in (("tiny", "start"), ("infonce", "InfoNCE"), ("hn", "HN")):
         cells = [f"{d} {100 * v:.1f} % [{100 * lo:.1f}, {100 * hi:.1f}]" for d, (v, lo, hi) in arms.recall[name].items()]

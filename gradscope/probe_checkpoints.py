@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradscope.console import progress
+from gradscope.console import console, progress
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
@@ -55,6 +55,8 @@ def probe_checkpoints(
         assert probe is not None
         stream = Batches(records=records, encoder=encoder, batch_size=width, accumulate=1, seed=seed)
         count = min(batches, stream.steps_per_epoch)
+        if count < batches:
+            console.print(f"{name}: {split} of {data} fills {count} batches of {width}, not {batches}", style="yellow", markup=False)
         path = output / re.sub(r"[^A-Za-z0-9_.=-]+", "-", name).strip("-")
         with cpu_speed(place, encoder.longest_sequence) as kernels:
             facts = provenance(

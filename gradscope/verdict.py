@@ -33,9 +33,10 @@ class Summary:
     zeros: dict[str, dict[str, float]]  # mean over all measured batches, by term and key
     residual: dict[str, tuple[float, ...]]  # median over batches of the mean residual, both directions
     effective_rows: dict[str, tuple[float, ...]]  # median over batches, mean of both directions
-    margin: tuple[float, float]  # last epoch, medians: scale * gamma * mean caption cosine (logits); share of anchors it beats
+    margin: tuple[float, float]  # last epoch, medians: the margin's constant part (logits); share of anchors it beats
     ratio: tuple[float, ...]  # median of norm HN / norm InfoNCE; empty where the second backward was not taken
-    cosine: tuple[float, float] | None  # mean and sd between the two gradients
+    cosine: tuple[float, float] | None  # mean and sd between the two gradients, over the batches where both are non-zero
+    cosine_undefined: int  # measured batches where it is not defined
 
     @property
     def saturated(self) -> bool:
@@ -64,12 +65,12 @@ def summarise(path: Path) -> Summary:
         trace = run.reading("loss", "log10_true", term).sort_values("step")
         for threshold in ("1e-3", "1e-5"):
             crossings[term, threshold] = crossing(trace["step"].tolist(), trace["value"].tolist(), float(threshold))
-    rows, pairs = run.readings, None
+    rows, pairs, undefined = run.readings, None, 0
     ratio: tuple[float, ...] = ()
     if not rows[(rows["quantity"] == "gradient") & (rows["term"] == "pair")].empty:
         ratio = tuple(10**value for value in _by_epoch(run, "gradient", "log10_ratio", "pair", "median"))
         cosines = run.reading("gradient", "cosine", "pair")["value"].astype(float)
-        pairs = (float(cosines.mean()), float(cosines.std()))
+        pairs, undefined = (float(cosines.mean()), float(cosines.std())), int(cosines.isna().sum())
     return Summary(
         path=path,
         trained=trained,
@@ -84,6 +85,7 @@ def summarise(path: Path) -> Summary:
         margin=(_by_epoch(run, "captions", "margin_logits", "", "median")[-1], _both(run, "gap", "violated_with_margin", "hn")[-1]),
         ratio=ratio,
         cosine=pairs,
+        cosine_undefined=undefined,
     )
 
 
@@ -123,10 +125,9 @@ def sentences(summary: Summary) -> list[str]:
     lines.append(f"First measured under 1e-3: {_when(under3)}; under 1e-5: {_when(under5)} (read every {summary.every} steps).")
     zeros = summary.zeros[term]
     lost = (zeros["positive_zero.i2t"] + zeros["positive_zero.t2i"]) / 2
-    exact = zeros.get("all_zero.parameters")
-    whole = "not measured" if exact is None else f"{exact:.0%} of batches"
     lines.append(
-        f"Zeros: whole gradient exactly 0 in {whole}; norm 0 by underflow alone in {zeros.get('naive_norm_zero', 0.0):.0%}; "
+        f"Zeros, share of measured batches: whole gradient exactly 0 {_share(zeros.get('all_zero.parameters'))}; "
+        f"norm 0 by underflow alone {_share(zeros.get('naive_norm_zero'))}; "
         f"loss printed 0 while its gradient was not in {zeros['loss_zero_gradient_not']:.0%}; "
         f"pull on the positive rounded to 0 in {lost:.0%} of rows."
     )
@@ -149,6 +150,10 @@ def sentences(summary: Summary) -> list[str]:
     return lines
 
 
+def _share(value: float | None) -> str:
+    return "not measured" if value is None else f"in {value:.0%}"
+
+
 def _when(found: Crossing) -> str:
     if found.first is None:
         return "never"
@@ -165,14 +170,14 @@ def summary_table(summaries: Sequence[Summary]) -> Any:
         caption="each row along the trajectory of the run in the first column; shares of measured batches",
         title_justify="left",
     )
-    headings = ("trained", "epoch", "InfoNCE < 1e-3", "HN >= 1e-3", "residual InfoNCE", "residual HN", "norm HN / InfoNCE")
+    headings = ("run", "epoch", "InfoNCE < 1e-3", "HN >= 1e-3", "residual InfoNCE", "residual HN", "norm HN / InfoNCE")
     for heading in headings:
         table.add_column(heading, justify="right")
     for s in summaries:
         for i in range(len(s.below["infonce"])):
             ratio = f"{s.ratio[i]:.3g}" if s.ratio else "not measured"
             table.add_row(
-                f"{s.trained} (width {s.width})",
+                f"{s.path.name} (width {s.width})",
                 str(i + 1),
                 f"{s.below['infonce'][i]:.0%}",
                 f"{1 - s.below['hn'][i]:.0%}",

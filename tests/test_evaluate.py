@@ -24,7 +24,7 @@ from gradscope.quantities import quantities
 from gradscope.runlog import Run, comparable
 from gradscope.start_widths import start_widths
 from gradscope.types import Record
-from gradscope.verdict import sentences, summarise
+from gradscope.verdict import sentences, summarise, summary_table
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +228,9 @@ def test_a_probed_checkpoint_has_a_verdict(probed):
     summary = summarise(probed[0])
     assert summary.width == 8
     assert "HN (gamma 0.25) at width 8" in sentences(summary)[0]
+    summaries = [summarise(path) for path in probed]
+    labels = list(summary_table(summaries).columns[0].cells)
+    assert labels == [f"{path.name} (width 8)" for path in probed], "rows of several checkpoints can be told apart"
 
 
 def test_start_widths_against_float64(encoder, records):

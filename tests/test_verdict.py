@@ -1,0 +1,82 @@
+"""The sentences of the verdict say what the numbers say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from gradscope.demo import Arms, verdict_lines
+from gradscope.metrics.crossing import crossing
+from gradscope.verdict import TERMS, Summary
+
+ZEROS = {"positive_zero.i2t": 0.25, "positive_zero.t2i": 0.75, "loss_zero_gradient_not": 0.5}
+
+
+def summary(trained: str, below: float, undefined: int = 0) -> Summary:
+    return Summary(
+        path=Path(trained),
+        trained=trained,
+        gamma=0.5,
+        width=16,
+        every=5,
+        below=dict.fromkeys(TERMS, (below,)),
+        crossings={(term, t): crossing([1, 6], [-2.0, -6.0], float(t)) for term in TERMS for t in ("1e-3", "1e-5")},
+        zeros=dict.fromkeys(TERMS, ZEROS),
+        residual=dict.fromkeys(TERMS, (1e-4,)),
+        effective_rows=dict.fromkeys(TERMS, (2.0,)),
+        margin=(42.0, 0.5),
+        ratio=(1e3,),
+        cosine=(0.5, 0.25),
+        cosine_undefined=undefined,
+    )
+
+
+def lines(narrow: float, wide: float, gain: tuple[float, float, float] = (0.0, -0.1, 0.1), undefined: int = 0) -> str:
+    """The verdict where shares ``narrow`` and ``wide`` of 100 batches start under 1e-3 at widths 16 and 128."""
+    rows = [(width, -4.0 if k < 100 * share else -1.0) for width, share in ((16, narrow), (128, wide)) for k in range(100)]
+    arms = Arms(
+        recall={name: dict.fromkeys(("i2t", "t2i"), (0.5, 0.4, 0.6)) for name in ("tiny", "infonce", "hn")},
+        gain=dict.fromkeys(("i2t", "t2i"), gain),
+    )
+    start = pd.DataFrame(rows, columns=["width", "log10_true"])
+    return "\n".join(verdict_lines(start, summary("infonce", narrow), summary("hn", 0.1, undefined), arms))
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "cause"),
+    [
+        (0.8, 0.0, "most of the saturation is the narrow softmax"),
+        (0.8, 0.7, "a wider softmax alone does not undo it"),
+        (0.0, 0.0, "the start is not saturated even at the narrowest width"),
+        (0.4, 0.1, "the start is not saturated even at the narrowest width"),
+    ],
+)
+def test_the_cause_follows_the_start_widths(narrow: float, wide: float, cause: str) -> None:
+    text = lines(narrow, wide)
+    assert f"16: {narrow:.0%}, 128: {wide:.0%}; so {cause}" in text
+    assert ("InfoNCE at width 16: SATURATED" in text) == (narrow >= 0.5)
+
+
+@pytest.mark.parametrize(
+    ("gain", "state"),
+    [
+        ((0.1, 0.05, 0.2), "HN wins"),
+        ((-0.1, -0.2, -0.05), "HN loses"),
+        ((0.1, -0.05, 0.2), "HN does not win clearly"),
+        ((math.nan, math.nan, math.nan), "HN does not win clearly"),
+    ],
+)
+def test_a_win_needs_the_whole_interval(gain: tuple[float, float, float], state: str) -> None:
+    assert f"{state}" in lines(0.8, 0.1, gain)
+
+
+def test_zeros_crossings_and_undefined_cosines_are_told() -> None:
+    text = lines(0.8, 0.1, undefined=3)
+    assert "First measured under 1e-3: step 6; under 1e-5: step 6 (read every 5 steps)" in text
+    assert "pull on the positive rounded to 0 in 50% of rows" in text
+    assert "whole gradient exactly 0 not measured; norm 0 by underflow alone not measured; loss printed 0" in text
+    assert "(sd 0.25; undefined in 3 batches)" in text
+    assert "undefined" not in lines(0.8, 0.1)
