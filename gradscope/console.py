@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-#: Messages and progress go to stderr, so that a table on stdout can be piped.
-console = Console(stderr=True, highlight=False)
-out = Console(highlight=False)
+#: Messages and progress go to stderr, so that a table on stdout can be piped. Without markup: "[...]" in a path or caption is text.
+console = Console(stderr=True, highlight=False, markup=False)
+out = Console(highlight=False, markup=False)
 
 
 def bar(*columns: TextColumn) -> Progress:

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from gradscope.cli import app, main
+from gradscope.cli.sweep import _table as sweep_table
+from gradscope.console import out as printed
 
 COMMANDS = ["train", "sweep", "eval", "probe", "caption-geometry", "figure", "demo"]
 
@@ -147,6 +150,30 @@ def test_wrong_figures_and_sweeps(cli, tmp_path):
     refused(cli("sweep", "recipe.toml", "--over", "objective.gama=0,1"), "Did you mean 'gamma'")
     refused(cli("sweep", "recipe.toml", "--over", "gamma"), "--over takes")
     refused(cli("sweep", "no.toml", "--over", "train.lr=1"), "does not exist")
+
+
+def test_an_interrupt_says_how_to_go_on(cli, monkeypatch):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradscope.recipe.read", interrupted)
+    code, out, err = cli("sweep", "recipe.toml", "--over", "objective.gamma=0,1")
+    assert code == 130
+    assert "what was written is kept" in err
+    assert "Traceback" not in err + out
+
+
+def test_brackets_in_names_are_text(cli, tmp_path):
+    """Neither file names nor fixed words lose what stands in square brackets."""
+    (tmp_path / "x[b].txt").write_text("a red flag\na red flag\na blue car\n", encoding="utf-8")
+    code, out, err = cli("caption-geometry", "x[b].txt", "--encoder", "tiny", "--output", "g[red]")
+    assert code == 0, err
+    assert "wrote g[red]/figure1.pdf" in out
+    assert "note x[b]: 2 captions occur more than once" in out
+    frame = pd.DataFrame([{"a": 1, "width": 8, "seed": 7, "metric": "R@1", "direction": d, "value": 0.5} for d in ("i2t", "t2i")])
+    with printed.capture() as seen:
+        printed.print(sweep_table(frame, ["a"], "test"), width=120)
+    assert "mean over seeds [smallest, largest seed]" in seen.get()
 
 
 def test_train_eval_probe_figure(cli, small, scenes_folder, tmp_path):

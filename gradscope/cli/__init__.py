@@ -14,6 +14,9 @@ from gradscope.cli.probe import probe
 from gradscope.cli.sweep import sweep
 from gradscope.cli.train import train
 
+#: Typer answers Ctrl-C with this code and no word.
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="gradscope",
     help="Why contrastive fine-tuning of a CLIP-style dual encoder stops learning: saturation, gradients, and the repair.",
@@ -48,6 +51,7 @@ def main() -> None:
     except (ValueError, FloatingPointError) as error:
         typer.echo(f"gradscope: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("gradscope: stopped; what was written is kept, continue a run with --resume", err=True)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            typer.echo("gradscope: stopped; what was written is kept. Continue training with --resume, a sweep as before.", err=True)
+        raise

@@ -13,8 +13,8 @@ def evaluate(
     data: Annotated[str, typer.Option(help="scenes, or a folder with SPLIT.jsonl.")] = "scenes",
     split: Annotated[str, typer.Option(help="train, val or test.")] = "test",
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes. [default: eval-DATA-SPLIT.json in the run or here]")] = None,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples over images.")] = 2000,
-    batch_size: Annotated[int, typer.Option(help="Records per forward pass.")] = 128,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples over images.", min=1)] = 2000,
+    batch_size: Annotated[int, typer.Option(help="Records per forward pass.", min=1)] = 128,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
     """Retrieval over a whole split, both directions, with 95 % intervals: a table, and the same numbers as JSON.
@@ -38,4 +38,4 @@ def evaluate(
     out.print(retrieval_table(result, f"{encoder} on {data} {split}"))
     out.print(f"{embedded.truncated} captions were cut at {model.context} tokens; ties: {result.i2t.tied_share:.2%} of image queries, "
               f"{result.t2i.tied_share:.2%} of caption queries")  # fmt: skip
-    out.print(f"JSON: {path}")
+    out.print(f"JSON: {path}", soft_wrap=True)

