@@ -6,12 +6,12 @@ Short training runs without and with the probe follow each other in one process,
 first steps are left out (allocator and optimizer state are made there), and whole cadence blocks of ``every`` steps are timed.
 Two answers:
     inside     sum of probe_seconds / sum of (seconds - probe_seconds) over the timed steps of the runs with the probe; by part too:
-               each quantity, the other objective's second backward, the rest
+               each quantity, the other objective's second backward, writing the readings, the rest
     pairs      seconds with the probe / seconds without, over the same steps of the two runs of a pair; median, smallest, largest
 
 How to read it: inside is the answer; pairs is its cross-check and should be near 1 + inside. Decoding pictures and validation are
-in neither time. How it can mislead: inside leaves out the writing of the readings and what the probe does to caches and memory,
-and calls both plain step time; pairs holds them, but also everything else the machine does meanwhile. On a GPU both are host time,
+in neither time. How it can mislead: inside leaves out what the probe does to caches and memory,
+and calls it plain step time; pairs holds it, but also everything else the machine does meanwhile. On a GPU both are host time,
 and kernels that one part launches may be waited for in another. The probe's price is per probed micro-batch: more micro-batches
 or a larger encoder make it a smaller share.
 """
@@ -111,10 +111,18 @@ def measure(plan: Plan, data: Path, work: Path, advance: Callable[[int, int], No
         if probe:
             readings = run.readings
             mine = readings[(readings["quantity"] == "probe") & (readings["step"] >= first)]
-            parts.append(mine[["step", "key", "value"]].rename(columns={"key": "part", "value": "seconds"}).assign(**place))
+            found = mine[["step", "key", "value"]].rename(columns={"key": "part", "value": "seconds"}).astype({"seconds": float})
+            parts.append(pd.concat([found, _writing(timed, found)]).assign(**place))
     if advance:
         advance(len(todo), len(todo))
     return Measured(steps=pd.concat(steps, ignore_index=True), parts=pd.concat(parts, ignore_index=True).astype({"seconds": float}))
+
+
+def _writing(steps: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
+    """What is left of each step's probe_seconds: the readings were written then, too late to be a reading of their own."""
+    known = parts.groupby("step")["seconds"].sum()
+    whole = steps.set_index("step")["probe_seconds"]
+    return whole.sub(known, fill_value=0.0).rename("seconds").reset_index().assign(part="write")
 
 
 def write_data(folder: Path, train: Sequence[Record], val: Sequence[Record]) -> Path:

@@ -118,8 +118,10 @@ def test_real_runs_time_whole_cadence_blocks(real):
         due = (probed["step"] - 1) % every == 0
         assert due.sum() == plan.steps // every
         assert (probed.loc[due, "probe_seconds"] > 0).all()
-        assert (probed.loc[~due, "probe_seconds"] == 0).all()
-        assert set(parts.loc[parts["every"] == every, "step"]) == set(probed.loc[due, "step"])
+        assert (probed.loc[~due, "probe_seconds"] < 1e-3).all(), "only the question whether anything is to be written"
+        read = parts[(parts["every"] == every) & (parts["part"] != "write")]
+        assert set(read["step"]) == set(probed.loc[due, "step"])
+        assert (parts.loc[parts["part"] == "write", "seconds"] > 0).all()
     assert (steps.loc[~steps["probe"], "probe_seconds"] == 0).all()
     assert steps[steps["first"]].groupby(["every", "pair"])["probe"].nunique().eq(1).all()
 
@@ -129,7 +131,7 @@ def test_real_parts_add_up_to_the_time_in_the_probe(real):
     parts = measured.parts.groupby(["every", "pair", "step"])["seconds"].sum()
     probed = measured.steps[measured.steps["probe_seconds"] > 0].set_index(["every", "pair", "step"])["probe_seconds"]
     pd.testing.assert_series_equal(parts, probed.sort_index(), check_names=False, rtol=1e-9)
-    assert {"second backward", "zeros", "gradient", "optimizer", "flush"} <= set(measured.parts["part"])
+    assert {"second backward", "zeros", "gradient", "optimizer", "flush", "write"} <= set(measured.parts["part"])
     frame = bench.inside(measured)
     for _, group in frame.groupby("every"):
         assert group[group["part"] == "all"]["ratio"].item() == pytest.approx(group[group["part"] != "all"]["ratio"].sum(), rel=1e-9)
