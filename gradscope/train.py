@@ -37,7 +37,7 @@ from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
 from gradscope.probe import Probe, all_quantities
 from gradscope.provenance import provenance
-from gradscope.recipe import Recipe, read, resolve
+from gradscope.recipe import Recipe, resolve
 from gradscope.runlog import Run, RunLog, checkpoint_step
 from gradscope.types import Batch, Embeddings, Record, Term
 
@@ -219,7 +219,7 @@ def make_probe(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer:
         every=recipe.probe.every,
         second_backward=recipe.probe.second_backward,
         loss_form=framework.loss_form,
-        scale_max=settings.scale_max,
+        scale_max=settings.scale_max if settings.scale == "learn" else None,  # a fixed scale is not clamped
         optimizer=optimizer,
         stamps=f"{batches}; width {recipe.width}; gamma {hn.gamma:g} {hn.margin}; towers {settings.precision}, loss fp32; unscaled",
     )
@@ -275,11 +275,6 @@ def _check_same_data(run: Run, facts: dict[str, Any]) -> None:
             f"--resume needs the same training data, but the sha256 of train.jsonl was {a[:12]}... and is now {b[:12]}...; "
             "restore the file, or start a new run with --output"
         )
-
-
-def resume_recipe(output: Path) -> Recipe:
-    """The recipe that a run directory was started with."""
-    return resolve(read(output / "recipe.toml"), {})
 
 
 def _initial_captions(

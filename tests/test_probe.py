@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy, readings, toy_batch, toy_probe
 
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.optim import make_optimizer
+from gradscope.recipe import resolve
+from gradscope.train import make_framework, make_probe
 from gradscope.types import Reading, Step
 
 
@@ -234,3 +237,12 @@ def test_loss_scale_is_taken_out() -> None:
             (total_loss(terms) * loss_scale).backward()
         norms.append(readings(probe)["gradient", "infonce", "norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "limit"), [("learn", 100.0), ("fixed", None)])
+def test_a_fixed_scale_is_not_read_against_the_clamp(scale: str, limit: float | None) -> None:
+    recipe = resolve({"train": {"scale": scale}, "probe": {"log_grads": True}}, {})
+    encoder = Toy()
+    probe = make_probe(recipe, encoder, make_framework(recipe), make_optimizer(encoder, recipe.train))  # type: ignore[arg-type]
+    assert probe is not None
+    assert probe.scale_max == limit

@@ -172,6 +172,8 @@ def test_parameter_zeros_and_structure() -> None:
         assert values["zeros", term, "structural.parameters"] == pytest.approx(structural / sum(sizes))
         assert values["zeros", term, "entries_reached.parameters"] == pytest.approx((zeros - structural) / (sum(sizes) - structural))
         assert values["zeros", term, "all_zero.parameters"] == 0
+        plain = sum((g.numpy() ** 2).sum(dtype=np.float32) for g in grads if g is not None)
+        assert values["zeros", term, "naive_norm"] == pytest.approx(math.sqrt(plain), rel=1e-5)
         assert structural > 0
 
 
@@ -188,6 +190,7 @@ def test_norm_underflow_is_told_from_a_zero_gradient() -> None:
     small = replace(step, heads=heads)
     zeros = {(r.term, r.key): float(r.value) for r in Zeros()(small)}  # type: ignore[arg-type]
     assert zeros["infonce", "naive_norm_zero"] == 1
+    assert zeros["infonce", "naive_norm"] == 0
     assert zeros["infonce", "all_zero.parameters"] == 0
     norms = {(r.term, r.key): float(r.value) for r in Gradient()(small)}  # type: ignore[arg-type]
     for term, head in heads.items():

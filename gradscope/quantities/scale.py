@@ -1,7 +1,7 @@
 """The scale: the multiplier of the cosines, after exp.
 
     value       the scale at the measured parameters
-    at_limit    1 if it sits at the clamp (100 by default), where a learned scale can only fall
+    at_limit    1 if it sits at the clamp (100 by default), where a learned scale can only fall; no reading where it is fixed
 
 How it can mislead: the margin's weight is scale * gamma, so a falling scale weakens the margin too.
 """

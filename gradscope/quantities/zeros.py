@@ -7,7 +7,8 @@ Counted on the very fp32 tensors of the measured batch (count_nonzero; denormals
     entries_reached.parameters    share of zeros among all other entries: the one that may speak of saturation
     tensors.parameters            share of tensors that are zero throughout; unused.parameters counts those without a gradient
     all_zero.X                    1 if every entry is 0.0                                                          case (i)
-    naive_norm_zero               1 if the fp32 norm prints 0 while an entry is not: squares underflow             case (ii)
+    naive_norm                    what a plain fp32 square-and-sum gives over all parameters; the true one is ``gradient``'s norm
+    naive_norm_zero               1 if that fp32 norm prints 0 while an entry is not: squares underflow             case (ii)
     loss_zero_gradient_not        1 if the fp32 loss prints 0 while a logit gradient is not                       case (iii)
     positive_zero.<direction>     share of anchors whose own cell is exactly 0 while a negative's is not: the pull is lost  (iv)
     row_sum.<direction>           largest |row sum| / row absolute sum of that direction's logit gradient; 0 in exact arithmetic
@@ -52,6 +53,8 @@ class Zeros:
 
 
 def _unit(key: str) -> str:
+    if key == "naive_norm":
+        return "nat / weight"
     if key.startswith(("all_zero", "naive", "loss_zero")):
         return "0/1"
     return "tensors" if key == "unused.parameters" else "ratio" if key.startswith("row_sum") else "share"
@@ -84,7 +87,7 @@ def _parameters(step: Step, head: Head) -> dict[str, Tensor | float]:
     sizes = [0 if g is None else g.numel() for g in grads]
     structural, structural_zeros = _structural(step, grads)
     every = sum(sizes)
-    all_zero = zeros.sum() == every
+    all_zero, naive = zeros.sum() == every, naive_norm(grads)
     empty = torch.stack([count == size for count, size in zip(zeros, sizes, strict=True) if size])
     return {
         "entries.parameters": zeros.sum().double() / every,
@@ -93,7 +96,8 @@ def _parameters(step: Step, head: Head) -> dict[str, Tensor | float]:
         "tensors.parameters": empty.double().mean(),
         "unused.parameters": float(len(grads) - len(present(grads))),
         "all_zero.parameters": all_zero.double(),
-        "naive_norm_zero": ((naive_norm(grads) == 0) & ~all_zero).double(),
+        "naive_norm": naive,
+        "naive_norm_zero": ((naive == 0) & ~all_zero).double(),
     }
 
 
