@@ -1,7 +1,7 @@
 """Checkpoints: whole or absent, loadable by plain open_clip, exact to resume from.
 
 step-000500/encoder/   open_clip_config.json, open_clip_model.safetensors (fp32), bpe.txt.gz if the merges are the model's own
-step-000500/trainer.pt optimizer, gradient scaler, token scale, random state (opened by the safe loader only)
+step-000500/trainer.pt optimizer, gradient scaler, token scale, random states (opened by the safe loader only)
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def save(folder: Path, encoder: DualEncoder, optimizer: Optimizer, scaler: torch
         "scaler": scaler.state_dict(),
         "token_log_scale": None if encoder.token_log_scale is None else encoder.token_log_scale.detach().cpu(),
         "random_state": torch.get_rng_state(),
+        "device_random_state": torch.cuda.get_rng_state(encoder.device) if encoder.device.type == "cuda" else None,
     }
     torch.save(state, partial / "trainer.pt")
     for path in sorted(partial.rglob("*")):
@@ -73,6 +74,8 @@ def load(folder: Path, encoder: DualEncoder, optimizer: Optimizer, scaler: torch
         with torch.no_grad():
             encoder.token_log_scale.copy_(state["token_log_scale"])
     torch.set_rng_state(state["random_state"])
+    if encoder.device.type == "cuda" and state.get("device_random_state") is not None:  # dropout on a GPU draws from this one
+        torch.cuda.set_rng_state(state["device_random_state"], encoder.device)
 
 
 def _flush(path: Path) -> None:
