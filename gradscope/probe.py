@@ -99,7 +99,7 @@ class Probe:
     @property
     def due(self) -> bool:
         """Whether the measured batch of a probed step is still to come."""
-        return self._due and self._step is None
+        return self._due
 
     # ---- phase "batch"
 
@@ -125,20 +125,19 @@ class Probe:
         if not self.due:
             yield
             return
-        alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
-        with self._timed("heads"):
-            known = {
-                name: self._evaluate(objective, embeddings, initial_text)
-                for name, objective in self.objectives.items()
-                if not (alone and name == self.trained)
-            }
-        param_grads: dict[str, list[Tensor | None]] = {}
-        with self._timed("second backward"):
-            for name, watched in known.items():
-                if self.second_backward or name == self.trained:
-                    param_grads[name] = self._through_towers(embeddings, watched, replayed, half=loss_scale != 1.0)
+        self._due = False  # this is the measured batch, even if reading it fails
         scores = terms[0].scores
         assert scores is not None
+        alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
+        found = None
+        try:
+            found = self._before_backward(embeddings, alone, initial_text, loss_scale, replayed)
+        except Exception as error:  # a diagnostic must never end a training run: it goes on unwatched
+            self._fail("heads", error)
+        if found is None:
+            yield
+            return
+        known, param_grads = found
         kept: dict[str, Tensor] = {}
         handles = [
             _keep(kept, "logits", scores.logits),
@@ -152,20 +151,48 @@ class Probe:
             for handle in handles:
                 handle.remove()
             self._pending, self._replayed = {}, {}
+        try:
+            with self._timed("heads"):
+                if alone:
+                    known[self.trained] = self._of_training(scores, total_loss(terms), kept, 1.0 / loss_scale)
+                    param_grads[self.trained] = [_scaled(p.grad, 1.0 / loss_scale) for p in self.parameters]
+                heads = {name: self._head(name, known[name], param_grads.get(name)) for name in ("infonce", "hn")}
+                self._step = self._measured(batch, embeddings, initial_text, heads)
+        except Exception as error:
+            self._fail("heads", error)
+            return
+        self._read("batch")
+
+    def _before_backward(
+        self, embeddings: Embeddings, alone: bool, initial_text: Tensor | None, loss_scale: float, replayed: bool
+    ) -> tuple[dict[str, Watched], dict[str, list[Tensor | None]]]:
+        """The objectives whose gradient the backward will not leave in ``.grad``: at the embeddings, and over the parameters."""
         with self._timed("heads"):
-            if alone:
-                unscale = 1.0 / loss_scale
-                known[self.trained] = Watched(
-                    scores=_detached(scores),
-                    loss=total_loss(terms).detach(),
-                    logit_grad=kept["logits"] * unscale,
-                    image_grad=kept["image"] * unscale,
-                    text_grad=kept["text"] * unscale,
-                    scale_grad=None,
-                )
-                param_grads[self.trained] = [_scaled(p.grad, unscale) for p in self.parameters]
-            heads = {name: self._head(name, known[name], param_grads.get(name)) for name in ("infonce", "hn")}
-        self._step = Step(
+            known = {
+                name: self._evaluate(objective, embeddings, initial_text)
+                for name, objective in self.objectives.items()
+                if not (alone and name == self.trained)
+            }
+        param_grads: dict[str, list[Tensor | None]] = {}
+        with self._timed("second backward"):
+            for name, watched in known.items():
+                if self.second_backward or name == self.trained:
+                    param_grads[name] = self._through_towers(embeddings, watched, replayed, half=loss_scale != 1.0)
+        return known, param_grads
+
+    def _of_training(self, scores: Scores, loss: Tensor, kept: dict[str, Tensor], unscale: float) -> Watched:
+        """The trained objective from what its own backward passed by."""
+        return Watched(
+            scores=_detached(scores),
+            loss=loss.detach(),
+            logit_grad=kept["logits"] * unscale,
+            image_grad=kept["image"] * unscale,
+            text_grad=kept["text"] * unscale,
+            scale_grad=None,
+        )
+
+    def _measured(self, batch: Batch, embeddings: Embeddings, initial_text: Tensor | None, heads: dict[str, Head]) -> Step:
+        return Step(
             index=self._index,
             samples=self._samples,
             batch=batch,
@@ -185,23 +212,26 @@ class Probe:
             scale_max=self.scale_max,
             optimizer=self.optimizer,
         )
-        self._read("batch")
 
     def replaying(self, embeddings: Embeddings, rows: slice) -> None:
         """Cached accumulation: called with the live embeddings of each replayed micro-batch before their backward."""
         if not self._replayed:
             return
-        with self._timed("second backward"):
-            for name, total in self._replayed.items():
-                watched = self._pending[name]
-                grads = torch.autograd.grad(
-                    [embeddings.image, embeddings.text],
-                    self.parameters,
-                    [watched.image_grad[rows], watched.text_grad[rows]],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-                self._replayed[name][:] = [_sum(a, b) for a, b in zip(total, grads, strict=True)]
+        try:
+            with self._timed("second backward"):
+                for name, total in self._replayed.items():
+                    watched = self._pending[name]
+                    grads = torch.autograd.grad(
+                        [embeddings.image, embeddings.text],
+                        self.parameters,
+                        [watched.image_grad[rows], watched.text_grad[rows]],
+                        retain_graph=True,
+                        allow_unused=True,
+                    )
+                    self._replayed[name][:] = [_sum(a, b) for a, b in zip(total, grads, strict=True)]
+        except Exception as error:
+            self._replayed.clear()  # a gradient of some micro-batches is none: "not measured"
+            self._fail("second backward", error)
 
     def _evaluate(self, objective: Objective, embeddings: Embeddings, initial_text: Tensor | None) -> Watched:
         """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
@@ -291,12 +321,16 @@ class Probe:
                 try:
                     self._readings += quantity(self._step)
                 except Exception as error:  # a diagnostic must never end a training run
-                    self.failures.append(f"step {self._index}: quantity '{name}' failed: {type(error).__name__}: {error}")
-                    self._readings.append(Reading(quantity=name, key="failed", term="", value=1.0, unit="0/1"))
+                    self._fail(name, error)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        """A failure is a reading too, and words for the console. ``name`` is a quantity, or the part of the probe that failed."""
+        self.failures.append(f"step {self._index}: '{name}' of the probe failed: {type(error).__name__}: {error}")
+        self._readings.append(Reading(quantity=name, key="failed", term="", value=1.0, unit="0/1"))
 
     def flush(self) -> list[dict[str, Any]]:
         """All readings of this step as rows for the run log, in one transfer; [] on a step that was not probed."""
-        if self._step is None:
+        if self._step is None and not self._readings:
             return []
         with self._timed("flush"):
             rows = to_rows(self._readings, self._index, self.stamps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy, readings, toy_batch, toy_probe
 
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.objectives.hn import HN
 from gradscope.optim import make_optimizer
 from gradscope.recipe import resolve
 from gradscope.train import make_framework, make_probe
-from gradscope.types import Reading, Step
+from gradscope.types import Reading, Scores, Step
 
 
 def train(steps: int, *, probed: bool, trained: str, every: int = 1) -> Toy:
@@ -246,3 +247,51 @@ def test_a_fixed_scale_is_not_read_against_the_clamp(scale: str, limit: float | 
     probe = make_probe(recipe, encoder, make_framework(recipe), make_optimizer(encoder, recipe.train))  # type: ignore[arg-type]
     assert probe is not None
     assert probe.scale_max == limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenHN(HN):
+    def scores(self, *args: object) -> Scores:  # type: ignore[override]
+        raise MemoryError("broken on purpose")
+
+
+@pytest.mark.parametrize("part", ["before", "after"])
+def test_training_goes_on_when_the_probe_itself_fails(part: str) -> None:
+    encoder, twin = Toy(), Toy()
+    probe = toy_probe(encoder)
+    if part == "before":
+        probe.objectives["hn"] = BrokenHN()
+    else:
+        encoder.structural_rows = lambda batch: {}[0]  # type: ignore[assignment, method-assign]
+    probe.begin(1, 0)
+    for seed in (0, 1):  # the second micro-batch must not be taken for the measured one
+        embeddings = encoder.embed(toy_batch(4, seed))
+        terms = Clip()(embeddings)
+        with probe.watching(toy_batch(4, seed), embeddings, terms):
+            total_loss(terms).backward()
+        assert not embeddings.image._backward_hooks
+        total_loss(Clip()(twin.embed(toy_batch(4, seed)))).backward()
+    probe.accumulated([torch.zeros(())])
+    probe.updated()
+    assert [p.grad.tolist() for p in encoder.parameters()] == [p.grad.tolist() for p in twin.parameters()]  # type: ignore[union-attr]
+    assert len(probe.failures) == 1
+    rows = {(quantity, key): value for (quantity, _, key), value in readings(probe).items() if quantity != "probe"}
+    assert rows == {("heads", "failed"): 1}
+
+
+def test_a_replay_that_fails_leaves_the_gradient_unmeasured() -> None:
+    encoder = Toy()
+    probe = toy_probe(encoder)
+    probe.begin(1, 0)
+    batch = toy_batch(4, 0)
+    live = encoder.embed(batch)
+    leaves = replace(live, image=live.image.detach().requires_grad_(), text=live.text.detach().requires_grad_())
+    terms = Clip()(leaves)
+    with probe.watching(batch, leaves, terms, replayed=True):
+        total_loss(terms).backward()
+        probe.replaying(replace(live, image=live.image.detach(), text=live.text.detach()), slice(0, 4))  # no graph: raises
+    assert len(probe.failures) == 1
+    values = readings(probe)
+    assert values["second backward", "", "failed"] == 1
+    assert ("gradient", "hn", "norm") not in values
+    assert ("loss", "hn", "true") in values
