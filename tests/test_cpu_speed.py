@@ -1,0 +1,29 @@
+"""The faster CPU kernels are fp32, and the old settings come back."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+
+from gradscope.cpu_speed import LARGEST_ERROR, cpu_speed
+
+
+@pytest.mark.parametrize("tokens", [20, 5000])
+def test_products_inside_are_fp32_and_the_setting_comes_back(tokens: int) -> None:
+    before = torch.get_float32_matmul_precision()
+    generator = torch.Generator().manual_seed(secrets.randbits(32))
+    with cpu_speed(torch.device("cpu"), tokens) as words:
+        assert ("plain attention" in words) == (tokens == 20)
+        for shape in ((16, 16, 128), (300, 200, 64), (1024, 1024, 256)):
+            a, b = (torch.nn.functional.normalize(torch.randn(n, shape[2], generator=generator), dim=1) for n in shape[:2])
+            assert (a @ b.T - a.double() @ b.double().T).abs().max() <= LARGEST_ERROR
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_other_devices_are_left_alone() -> None:
+    before = torch.get_float32_matmul_precision()
+    with cpu_speed(torch.device("meta"), 20) as words:
+        assert words == f"torch {before}"
+        assert torch.get_float32_matmul_precision() == before
