@@ -64,6 +64,7 @@ class Probe:
         second_backward: whether the objective that is not trained gets its full-parameter gradient (one more backward pass).
         loss_form: how training computes its loss; the readings use the same.
         scale_max: the clamp of the scale, or None.
+        half: whether the towers run in fp16, so that the second backward needs a factor of its own.
     """
 
     encoder: DualEncoder
@@ -74,6 +75,7 @@ class Probe:
     second_backward: bool = True
     loss_form: str = "plain"
     scale_max: float | None = None
+    half: bool = False
     optimizer: Optimizer | None = None
     stamps: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class Probe:
         alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
         found = None
         try:
-            found = self._before_backward(embeddings, alone, initial_text, loss_scale, replayed)
+            found = self._before_backward(embeddings, alone, initial_text, replayed)
         except Exception as error:  # a diagnostic must never end a training run: it goes on unwatched
             self._fail("heads", error)
         if found is None:
@@ -164,7 +166,7 @@ class Probe:
         self._read("batch")
 
     def _before_backward(
-        self, embeddings: Embeddings, alone: bool, initial_text: Tensor | None, loss_scale: float, replayed: bool
+        self, embeddings: Embeddings, alone: bool, initial_text: Tensor | None, replayed: bool
     ) -> tuple[dict[str, Watched], dict[str, list[Tensor | None]]]:
         """The objectives whose gradient the backward will not leave in ``.grad``: at the embeddings, and over the parameters."""
         with self._timed("heads"):
@@ -177,7 +179,7 @@ class Probe:
         with self._timed("second backward"):
             for name, watched in known.items():
                 if self.second_backward or name == self.trained:
-                    param_grads[name] = self._through_towers(embeddings, watched, replayed, half=loss_scale != 1.0)
+                    param_grads[name] = self._through_towers(embeddings, watched, replayed)
         return known, param_grads
 
     def _of_training(self, scores: Scores, loss: Tensor, kept: dict[str, Tensor], unscale: float) -> Watched:
@@ -249,10 +251,10 @@ class Probe:
             scale_grad=scale_grad,
         )
 
-    def _through_towers(self, embeddings: Embeddings, watched: Watched, replayed: bool, *, half: bool) -> list[Tensor | None]:
+    def _through_towers(self, embeddings: Embeddings, watched: Watched, replayed: bool) -> list[Tensor | None]:
         """The gradient over all parameters that belongs to a gradient at the embeddings; ``.grad`` is left alone.
 
-        It passes fp16 towers (``half``) under a factor of its own, since the loss scale suits the trained objective's size only.
+        It passes fp16 towers under a factor of its own, since the loss scale suits the trained objective's size only.
         """
         outputs, grads = [], []
         if not replayed:
@@ -262,7 +264,7 @@ class Probe:
             outputs, grads = [*outputs, embeddings.scale], [*grads, watched.scale_grad]
         if not outputs:
             return [None] * len(self.parameters)
-        if not half:
+        if not self.half:
             return list(torch.autograd.grad(outputs, self.parameters, grads, retain_graph=True, allow_unused=True))
         factor = _fp16_factor(grads)
         scaled = [gradient * factor for gradient in grads]

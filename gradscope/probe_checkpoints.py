@@ -13,6 +13,7 @@ from pathlib import Path
 from gradscope.console import console, progress
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
+from gradscope.data.images import refuse_missing
 from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.frameworks.clip import total_loss
@@ -39,6 +40,7 @@ def probe_checkpoints(
     place = resolve_device(device)
     source = open_data(data)
     records = source.records(split)
+    refuse_missing(records)
     paths = []
     for name in names:
         tables = {

@@ -17,6 +17,7 @@ from typing import Any
 
 from gradscope.registry import unknown_name
 
+FRAMEWORKS = ("clip", "hn_clip")
 OBJECTIVES = ("infonce", "hn")
 MARGINS = ("live", "frozen", "fixed", "centred")
 LOSS_FORMS = ("plain", "residual")
@@ -223,7 +224,7 @@ def _with_presets(recipe: Recipe, given: set[str], overridden: set[str]) -> Reci
 def check(recipe: Recipe) -> None:
     """Everything that can be refused before weights load. Raises ValueError."""
     objective, train, probe = recipe.objective, recipe.train, recipe.probe
-    _one_of("--framework", objective.framework, ("clip", "hn_clip"))
+    _one_of("--framework", objective.framework, FRAMEWORKS)
     _one_of("--objective", objective.name, OBJECTIVES)
     if objective.name == "hn":
         _one_of("--margin", objective.margin, MARGINS)

@@ -171,6 +171,11 @@ class RunLog:
         """Checkpoint folders that count, by rising step."""
         return _checkpoints(self.path)
 
+    def mark_best(self, step: int, recall: float) -> None:
+        """Say which checkpoint is best on validation (``checkpoints/best.json``); step 0 is the start, which has no checkpoint."""
+        content = {"step": step, "recall_at_1": recall, "checkpoint": f"step-{step:06d}" if step else None}
+        _write_whole(self.path / "checkpoints" / "best.json", (json.dumps(content) + "\n").encode())
+
     def finish(self) -> None:
         """Mark the run as complete, last of all, and close it."""
         self._sync()

@@ -32,6 +32,7 @@ from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.evaluate import evaluate
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.objectives import objectives
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
@@ -89,6 +90,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         workers=settings.workers,
     )
     total_steps = _total_steps(recipe, batches)
+    if settings.warmup >= total_steps:
+        raise ValueError(f"train.warmup is {settings.warmup} steps, the whole run {total_steps}; lower the one or raise the other")
     optimizer = make_optimizer(encoder, settings)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     probe = make_probe(recipe, encoder, framework, optimizer)
@@ -130,7 +133,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             optimizer.zero_grad(set_to_none=True)
             if probe:
                 probe.begin(step, (step - 1) * batches.per_step)
-            losses: list[Tensor] = []
+            losses: list[Tensor] = []  # of each micro-batch (cached: of the one wide batch)
+            parts: list[Tensor] = []  # [terms] each
             if settings.accumulate_mode == "cached":
                 whole = cached.joined(micro_batches)
                 token_scale = None if encoder.token_log_scale is None else encoder.token_log_scale.float().exp()
@@ -142,6 +146,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                     total.backward()
                     cached.replay(embed, micro_batches, embeddings, probe.replaying if probe else _ignore)
                 losses.append(total.detach())
+                parts.append(_term_losses(terms))
             else:
                 for batch in micro_batches:
                     embeddings = embed(batch)
@@ -151,14 +156,16 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                     with _watching(probe, batch, embeddings, terms, start_rows, scaler, replayed=False):
                         scaler.scale(total).backward()
                     losses.append(total.detach())
+                    parts.append(_term_losses(terms))
             scaler.unscale_(optimizer)
-            _average(probe_parameters(encoder), len(losses))
+            parameters = list(trainable(encoder).values())
+            _average(parameters, len(losses))
             if probe:
                 probe.accumulated(losses)
-            norm = torch.nn.utils.get_total_norm([p.grad for p in probe_parameters(encoder) if p.grad is not None])
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             if settings.grad_clip > 0:
-                torch.nn.utils.clip_grads_with_norm_(probe_parameters(encoder), settings.grad_clip, norm)
-            row = _step_row(step, epoch, batches, losses, terms, encoder, norm, optimizer, micro_batches)
+                torch.nn.utils.clip_grads_with_norm_(parameters, settings.grad_clip, norm)
+            row = _step_row(step, epoch, batches, losses, parts, terms, encoder, norm, optimizer, micro_batches)
             row["negatives_per_anchor"] = recipe.negatives_per_anchor
             if not math.isfinite(row["loss"]):
                 _stop(row, probe, encoder, log)
@@ -166,7 +173,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             scaler.step(optimizer)
             scaler.update()
             skipped = scaler.get_scale() < loss_scale
-            if settings.scale_max and settings.scale == "learn":
+            if settings.scale == "learn":
                 encoder.clamp_scale(settings.scale_max)
             if probe:
                 probe.updated(skipped)
@@ -188,6 +195,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 best = _validate(encoder, val_records, data.name, log, step=step, epoch=epoch, best=best)
             if to_save:
                 checkpoint.save(log.checkpoint_dir(step), encoder, optimizer, scaler)
+                log.mark_best(best.step, best.recall)
                 _prune(log, keep={step, best.step})
         log.finish()
     last = _last(Run(output))
@@ -200,8 +208,13 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
 def make_framework(recipe: Recipe) -> Clip:
     """The framework of a recipe."""
     objective = recipe.objective
-    component = InfoNCE() if objective.name == "infonce" else HN(gamma=objective.gamma, margin=objective.margin)
-    return Clip(objective=component, loss_form=objective.loss_form, token_weight=objective.token_weight)
+    component = objectives[objective.name]
+    fields = {f.name for f in dataclasses.fields(component)} & {"gamma", "margin"}
+    return Clip(
+        objective=component(**{name: getattr(objective, name) for name in fields}),
+        loss_form=objective.loss_form,
+        token_weight=objective.token_weight,
+    )
 
 
 def make_probe(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer: torch.optim.Optimizer) -> Probe | None:
@@ -220,6 +233,7 @@ def make_probe(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer:
         second_backward=recipe.probe.second_backward,
         loss_form=framework.loss_form,
         scale_max=settings.scale_max if settings.scale == "learn" else None,  # a fixed scale is not clamped
+        half=settings.precision == "fp16",
         optimizer=optimizer,
         stamps=f"{batches}; width {recipe.width}; gamma {hn.gamma:g} {hn.margin}; towers {settings.precision}, loss fp32; unscaled",
     )
@@ -322,7 +336,7 @@ def _watching(
     *,
     replayed: bool,
 ) -> Iterator[None]:
-    if probe is None:
+    if probe is None or not probe.due:
         yield
         return
     with probe.watching(batch, embeddings, terms, initial_text=initial_text, loss_scale=scaler.get_scale(), replayed=replayed):
@@ -331,10 +345,6 @@ def _watching(
 
 def _ignore(embeddings: Embeddings, rows: slice) -> None:
     """Nobody watches the replay."""
-
-
-def probe_parameters(encoder: DualEncoder) -> list[torch.nn.Parameter]:
-    return list(trainable(encoder).values())
 
 
 def _average(parameters: Sequence[torch.nn.Parameter], count: int) -> None:
@@ -348,29 +358,35 @@ def _step_row(
     epoch: int,
     batches: Batches,
     losses: Sequence[Tensor],
+    parts: Sequence[Tensor],
     terms: Sequence[Term],
     encoder: DualEncoder,
     norm: Tensor,
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[Batch],
 ) -> dict[str, Any]:
-    """One host transfer: the loss is the mean over micro-batches, the terms are the last micro-batch's."""
+    """One host transfer: the loss and its terms are means over the micro-batches."""
     scale = encoder.scale().detach()
-    numbers = torch.stack([torch.stack(list(losses)).mean(), scale, norm, *(t.loss.detach().mean() for t in terms)])
-    loss, scale_value, grad_norm, *parts = numbers.double().tolist()
+    by_term = torch.stack(list(parts)).mean(dim=0)  # [terms]
+    numbers = torch.cat([torch.stack([torch.stack(list(losses)).mean(), scale, norm]), by_term])
+    loss, scale_value, grad_norm, *means = numbers.double().tolist()
     context = micro_batches[0].texts["full"].shape[1]
     return {
         "step": step,
         "samples": step * batches.per_step,
         "epoch": epoch,
         "loss": loss,
-        **{f"loss_{term.name}": value for term, value in zip(terms, parts, strict=True)},
+        **{f"loss_{term.name}": value for term, value in zip(terms, means, strict=True)},
         "scale": scale_value,
         "lr": optimizer.param_groups[0]["lr"],
         "grad_norm": grad_norm,
         "truncated": sum(int((batch.lengths > context).sum()) for batch in micro_batches),
         "peak_mem": _peak_memory(encoder.device),
     }
+
+
+def _term_losses(terms: Sequence[Term]) -> Tensor:
+    return torch.stack([term.loss.detach().mean() for term in terms])
 
 
 def _peak_memory(device: torch.device) -> float:
@@ -472,7 +488,8 @@ def _header(recipe: Recipe, batches: Batches, total_steps: int, validation: int,
         f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}\n"
         f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
         f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
-        f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch\n"
+        f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch; "
+        f"peak rate {settings.lr:g} after {settings.warmup} steps of warm-up, then a cosine\n"
         f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens, "
         f"{facts['repeated_captions']} repeat another word for word"
     )

@@ -166,3 +166,17 @@ def test_a_missing_or_broken_file(tmp_path: Path):
         read(tmp_path / "latin.toml")
     (tmp_path / "mark.toml").write_bytes(b"\xef\xbb\xbf[train]\nlr = 1e-4\n")
     assert read(tmp_path / "mark.toml") == {"train": {"lr": 1e-4}}
+
+
+def test_the_recipes_lists_are_the_components_there_are() -> None:
+    """The recipe is checked before torch is imported, so it keeps names of its own; they must be the real ones."""
+    from gradscope import recipe
+    from gradscope.frameworks import frameworks
+    from gradscope.objectives import objectives
+    from gradscope.objectives.margin import MARGINS
+    from gradscope.objectives.scores import LOSS_FORMS
+
+    assert sorted(recipe.OBJECTIVES) == objectives.names()
+    assert sorted(recipe.FRAMEWORKS) == frameworks.names()
+    assert recipe.MARGINS == MARGINS
+    assert tuple(LOSS_FORMS) == recipe.LOSS_FORMS

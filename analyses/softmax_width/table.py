@@ -32,7 +32,11 @@ def load(folder: Path) -> pd.DataFrame:
                 hits, image = stored[f"hit1_{row['direction']}"], stored[f"image_{row['direction']}"]
             arm = next(k for k, v in ARMS.items() if v == (row["objective.gamma"], row["objective.margin"]))
             rows.append({**row[["width", "seed", "direction", "value"]], "arm": arm, "hits": hits, "image": image})
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
+    seeds = frame.groupby(["width", "arm"])["seed"].agg(lambda s: tuple(sorted(set(s))))
+    if seeds.nunique() != 1 or len(seeds) != len(ARMS) * frame["width"].nunique():
+        raise SystemExit(f"the sweep is not complete; seeds by width and arm:\n{seeds.to_string()}")
+    return frame
 
 
 def differences(frame: pd.DataFrame, direction: str, a: tuple[int, str], b: tuple[int, str]) -> tuple[float, float, float]:

@@ -23,6 +23,7 @@ def evaluate(
     """
     from gradscope.console import out, progress
     from gradscope.cpu_speed import cpu_speed
+    from gradscope.data.images import refuse_missing
     from gradscope.data.source import open_data
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.evaluate import evaluate as score
@@ -31,6 +32,7 @@ def evaluate(
     place = resolve_device(device)
     source = open_data(data)
     records = source.records(split)
+    refuse_missing(records)
     model = load_encoder(encoder, place)
     with cpu_speed(place, model.longest_sequence), progress("embedding") as advance:
         result, embedded = score(model, records, resamples=resamples, batch_size=batch_size, advance=advance)
