@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import hashlib
 import math
 import secrets
@@ -356,6 +357,7 @@ def test_a_saturated_gradient_survives_half_precision_towers(scenes_folder):
             trained="hn",
             quantities={"gradient": all_quantities()["gradient"]},
             every=1,
+            half=precision == "fp16",
             optimizer=make_optimizer(encoder, Train()),
         )
         encoder.zero_grad(set_to_none=True)
@@ -442,6 +444,21 @@ def test_the_rate_and_the_count_of_samples_are_logged(recipe, tmp_path):
     assert steps["samples"].tolist() == [8 * k for k in range(1, 21)]
 
 
+def test_losses_of_terms_are_means_over_the_micro_batches(recipe, tmp_path):
+    settings = {"objective.name": "hn", "objective.token_weight": 0.5, "train.max_steps": 3}
+    accumulated = {"train.batch_size": 4, "train.accumulate": 4, "train.accumulate_mode": "narrow"}
+    train(recipe({**settings, **accumulated}), tmp_path / "run", quiet=True)
+    steps = Run(tmp_path / "run").steps
+    total = steps["loss_hn"] + 0.5 * steps["loss_token_interaction"]
+    assert steps["loss"].tolist() == pytest.approx(total.tolist(), rel=1e-5)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(recipe, tmp_path):
+    with pytest.raises(ValueError, match=r"train.warmup is 9 steps, the whole run 4"):
+        train(recipe({"train.warmup": 9, "train.max_steps": 4}), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def without_validation(folder: Path, target: Path) -> Path:
     """The same data set without val.jsonl; pictures are found by absolute path."""
     target.mkdir()
@@ -494,6 +511,8 @@ def test_last_and_best_are_kept_apart(recipe, tmp_path, monkeypatch):
     result = train(recipe({"train.max_steps": 0, "train.epochs": 3}), tmp_path / "run", quiet=True)
     assert [path.name for path in Run(tmp_path / "run").checkpoints()] == ["step-000040", "step-000060"]
     assert (result.best_step, result.best, result.last, result.steps) == (40, 0.9, 0.4, 60)
+    marked = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
+    assert marked == {"step": 40, "recall_at_1": 0.9, "checkpoint": "step-000040"}
     assert load_encoder(str(tmp_path / "run")).model.logit_scale == weights(tmp_path / "run")["logit_scale"]
 
 
