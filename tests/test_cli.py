@@ -109,6 +109,9 @@ def test_wrong_data(cli, small, tmp_path, scenes_folder):
     bad = tmp_path / "bad" / "train.jsonl"
     bad.write_text("\n")
     refused(cli("train", *small, "--data", "bad"), "holds no records")
+    same = ('{"id": 1, "image": "a.jpg", "captions": ["x"]}', '{"id": 2, "image": "./a.jpg", "captions": ["y"]}')
+    bad.write_text("\n".join(same))
+    refused(cli("train", *small, "--data", "bad"), "a.jpg' to 2 records", "into one record")
     rows = {
         '{"id": 1, "image": "a.jpg"}': "no key 'captions'",
         '{"id": 1, "image": "a.jpg", "captions": "one"}': "'captions' must be a list",

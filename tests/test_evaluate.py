@@ -289,7 +289,7 @@ def test_workers_do_not_change_the_batches(encoder, records):
 def test_lines_end_at_newlines_only(tmp_path):
     """Captions may hold other line separators, and the file may start with a byte-order mark."""
     captions = ["one\u2028two", "three\x85four", "five\x0bsix"]
-    rows = [json.dumps({"id": i, "image": "a.jpg", "captions": [c]}, ensure_ascii=False) for i, c in enumerate(captions)]
+    rows = [json.dumps({"id": i, "image": f"{i}.jpg", "captions": [c]}, ensure_ascii=False) for i, c in enumerate(captions)]
     (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode())
     found = DataSource(name="x", folder=tmp_path).records("train")
     assert [r.captions[0] for r in found] == captions

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,11 +48,20 @@ class DataSource:
         if len(set(ids)) < len(ids):
             twice = next(i for i, count in Counter(ids).items() if count > 1)
             raise ValueError(f"'{path}' uses the id '{twice}' more than once; ids name the images, put captions into one record")
+        _refuse_repeated_pictures(records, path)
         return records
 
     def fingerprint(self, split: str) -> str:
         """sha256 of the split's file: what "the same data" means on resume."""
         return hashlib.sha256((self.folder / f"{split}.jsonl").read_bytes()).hexdigest()
+
+
+def _refuse_repeated_pictures(records: Sequence[Record], path: Path) -> None:
+    """A row per caption would put copies of a picture into the gallery and call its other captions wrong."""
+    pictures = Counter(os.path.normpath(record.image) for record in records)
+    twice, count = pictures.most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"'{path}' gives the picture '{twice}' to {count} records; put all captions of a picture into one record")
 
 
 def _record(line: str, folder: Path, path: Path, number: int) -> Record:
