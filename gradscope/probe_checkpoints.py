@@ -41,8 +41,11 @@ def probe_checkpoints(
     source = open_data(data)
     records = source.records(split)
     refuse_missing(records)
-    paths = []
-    for name in names:
+    paths = [output / re.sub(r"[^A-Za-z0-9_.=-]+", "-", name).strip("-") for name in names]
+    for path in paths:
+        if path.exists():
+            raise ValueError(f"'{path}' holds readings already; remove it or choose another --output")
+    for name, path in zip(names, paths, strict=True):
         tables = {
             "data": {"name": data},
             "encoder": {"name": name},
@@ -59,7 +62,6 @@ def probe_checkpoints(
         count = min(batches, stream.steps_per_epoch)
         if count < batches:
             console.print(f"{name}: {split} of {data} fills {count} batches of {width}, not {batches}", style="yellow", markup=False)
-        path = output / re.sub(r"[^A-Za-z0-9_.=-]+", "-", name).strip("-")
         with cpu_speed(place, encoder.longest_sequence) as kernels:
             facts = provenance(
                 kernels=kernels,
@@ -83,5 +85,4 @@ def probe_checkpoints(
                     log.write_steps([{"step": step, "samples": step * width, "epoch": 1, "loss": float(total.detach())}])
                     advance(step, count)
                 log.finish()
-        paths.append(path)
     return paths

@@ -182,6 +182,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 log.write_readings(readings)
                 report_failures(probe, log)
                 probe.seconds["write"] = time.perf_counter() - written  # part of the price, known too late to be a reading
+            if skipped:
+                row["grad_norm"] = None  # the scaled gradient overflowed: there is no norm and no update
             row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
             row["images_per_s"] = batches.per_step / row["seconds"]
             row["probe_seconds"] = sum(probe.seconds.values()) if probe else 0.0
@@ -404,7 +406,7 @@ def _stop(row: dict[str, Any], probe: Probe | None, encoder: DualEncoder, log: R
         report_failures(probe, log)
     log.write_steps([row])
     bad = _broken(encoder)
-    where = f"first non-finite parameter: {bad[0]}" if bad else "all parameters are finite, so it came from this batch"
+    where = f"first non-finite parameter: {bad[0]}" if bad else "all parameters are finite: this batch, or a learning rate too large"
     _end(f"the loss of step {row['step']} is {row['loss']}; {where}", log)
 
 
@@ -420,7 +422,8 @@ def _broken(encoder: DualEncoder) -> list[str]:
 
 
 def _end(message: str, log: RunLog) -> NoReturn:
-    message += f". The last checkpoint is kept in {log.path / 'checkpoints'}"
+    kept = log.checkpoints()
+    message += f". The last checkpoint is kept: {kept[-1]}" if kept else ". No checkpoint had been written yet"
     log.console(message)
     raise FloatingPointError(message)
 

@@ -58,7 +58,7 @@ class DataSource:
 
 def _refuse_repeated_pictures(records: Sequence[Record], path: Path) -> None:
     """A row per caption would put copies of a picture into the gallery and call its other captions wrong."""
-    pictures = Counter(os.path.normpath(record.image) for record in records)
+    pictures = Counter(os.path.normpath(str(record.image)) for record in records)
     twice, count = pictures.most_common(1)[0]
     if count > 1:
         raise ValueError(f"'{path}' gives the picture '{twice}' to {count} records; put all captions of a picture into one record")

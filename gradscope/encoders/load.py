@@ -92,7 +92,7 @@ def from_folder(folder: Path, name: str) -> DualEncoder:
         with _quiet():
             model = open_clip.create_model(f"local-dir:{folder}", require_pretrained=True)
     except (RuntimeError, ValueError, FileNotFoundError) as error:
-        raise ValueError(f"the weights in '{folder}' could not be loaded: {_first_line(error)}") from error
+        raise ValueError(f"the weights in '{folder}' could not be loaded: {_in_brief(error)}") from error
     merges = folder / "bpe.txt.gz"
     context = int(text.get("context_length", 77))
     tokenizer = SimpleTokenizer(bpe_path=str(merges), context_length=context) if merges.is_file() else _stock_tokenizer(config)
@@ -118,7 +118,7 @@ def from_open_clip(name: str) -> DualEncoder:
     except Exception as error:
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(architecture)) if not hub else "the hub's own"
         raise ValueError(
-            f"encoder '{name}' could not be loaded: {_first_line(error)}. Known tags: {tags or 'none'}; a weights file works too."
+            f"encoder '{name}' could not be loaded: {_in_brief(error)}. Known tags: {tags or 'none'}; a weights file works too."
         ) from error
     model_cfg: Any = open_clip.get_model_config(architecture.replace("/", "-")) if not hub else _hub_config(architecture)
     if quick:
@@ -191,8 +191,10 @@ def default_geometry_encoder(data: list[str]) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:300]
+def _in_brief(error: BaseException) -> str:
+    """The message on one line, long lists of keys cut short."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    return " ".join(line if len(line) <= 160 else f"{line[:160]} ..." for line in lines[:4])
 
 
 class _quiet:
