@@ -344,8 +344,8 @@ def _look(frame: pd.DataFrame, trajectory: str, term: str) -> dict[str, Any]:
 def _trace(axis: Axes, trace: pd.DataFrame, *, short: str, alpha: float = 1.0, **look: Any) -> None:
     """A line through the finite values; it breaks where a value is not finite."""
     finite = trace["value"].where(np.isfinite(trace["value"]))
-    alone = {"marker": "."} if len(trace) == 1 else {}  # a single measurement has no line
-    axis.plot(trace["step"], finite, alpha=alpha, **look, **alone)
+    marker = "." if len(trace) == 1 else look.pop("marker", "")  # a single measurement has no line
+    axis.plot(trace["step"], finite, alpha=alpha, marker=marker, **look)
 
 
 def _power_axis(axis: Axes, values: pd.Series, *, at_most: float = np.inf, room: float = 0.4) -> float:
