@@ -28,6 +28,7 @@ class Summary:
     gamma: float
     width: int
     every: int
+    measured: tuple[int, ...]  # batches
     below: dict[str, tuple[float, ...]]  # share of measured batches with a true loss under 1e-3
     crossings: dict[tuple[str, str], Crossing]  # (term, threshold)
     zeros: dict[str, dict[str, float]]  # mean over all measured batches, by term and key
@@ -77,6 +78,7 @@ def summarise(path: Path) -> Summary:
         gamma=run.recipe["objective"]["gamma"],
         width=int(run.provenance["width"]),
         every=run.recipe["probe"]["every"],
+        measured=tuple(int(n) for n in _by_epoch(run, "saturation", "below_1e-3", trained, "count")),
         below={term: _by_epoch(run, "saturation", "below_1e-3", term, "mean") for term in TERMS},
         crossings=crossings,
         zeros={term: _zeros(run, term) for term in TERMS},
@@ -119,7 +121,7 @@ def sentences(summary: Summary) -> list[str]:
     state = "SATURATED" if summary.saturated else "not saturated"
     lines = [
         f"{name} at width {summary.width}: {state}. {share[-1]:.0%} of the measured batches of the last epoch are under 1e-3 "
-        f"(by epoch: {', '.join(f'{s:.0%}' for s in share)})."
+        f"(by epoch: {', '.join(f'{s:.0%} of {n}' for s, n in zip(share, summary.measured, strict=True))})."
     ]
     under3, under5 = summary.crossings[term, "1e-3"], summary.crossings[term, "1e-5"]
     lines.append(f"First measured under 1e-3: {_when(under3)}; under 1e-5: {_when(under5)} (read every {summary.every} steps).")

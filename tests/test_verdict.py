@@ -22,6 +22,7 @@ def summary(trained: str, below: float, undefined: int = 0) -> Summary:
         gamma=0.5,
         width=16,
         every=5,
+        measured=(20,),
         below=dict.fromkeys(TERMS, (below,)),
         crossings={(term, t): crossing([1, 6], [-2.0, -6.0], float(t)) for term in TERMS for t in ("1e-3", "1e-5")},
         zeros=dict.fromkeys(TERMS, ZEROS),

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gradscope.figures.style import new_figure, paper_style, save
+from gradscope.figures.style import OBJECTIVE_COLOURS, new_figure, paper_style, save
 from gradscope.metrics.bootstrap import paired_difference
 
 DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
@@ -70,7 +70,12 @@ def markdown(frame: pd.DataFrame) -> str:
 
 def figure(frame: pd.DataFrame, stem: Path) -> list[Path]:
     """R@1 against width, a line per arm, a dot per seed; one panel per direction."""
-    shades = {"gamma 0": "#0072B2", "gamma .25": "#E69F00", "gamma .5": "#D55E00", "fixed .5": "#666666"}
+    shades = {
+        "gamma 0": OBJECTIVE_COLOURS["infonce"],
+        "gamma .25": "#56B4E9",
+        "gamma .5": OBJECTIVE_COLOURS["hn"],
+        "fixed .5": "#666666",
+    }
     with paper_style():
         drawing = new_figure(width=6.75, height=2.4)
         panels = drawing.subplots(1, 2, sharey=True)
