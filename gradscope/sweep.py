@@ -79,7 +79,8 @@ def run_arm(arm: Arm, split: str) -> None:
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.evaluate import evaluate
     from gradscope.evaluation_file import write_evaluation, write_hits
-    from gradscope.train import check_same_recipe, train
+    from gradscope.resume import check_same_recipe
+    from gradscope.train import train
 
     if is_run(arm.path):
         check_same_recipe(Run(arm.path), arm.recipe)  # a finished run of another recipe is not this arm

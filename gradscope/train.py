@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from rich.progress import TextColumn
 from torch import Tensor
 
 from gradscope import cached, checkpoint
-from gradscope.console import bar, console
+from gradscope.console import console
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.images import refuse_missing
@@ -38,8 +37,10 @@ from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
 from gradscope.probe import Probe, all_quantities
 from gradscope.provenance import provenance
-from gradscope.recipe import Recipe, resolve
+from gradscope.recipe import Recipe
+from gradscope.resume import check_same_data, check_same_recipe
 from gradscope.runlog import Run, RunLog, checkpoint_step
+from gradscope.train_display import display, header
 from gradscope.types import Batch, Embeddings, Record, Term
 
 #: The gamma at which an InfoNCE run reads HN: the paper's.
@@ -113,10 +114,10 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         log, first = _open_log(stack, recipe, output, resume, facts)
         if first > 1:
             checkpoint.load(log.checkpoint_dir(first - 1), encoder, optimizer, scaler)
-        header = _header(recipe, batches, total_steps, len(val_records), kernels, facts)
-        log.console(header)
+        words = header(recipe, batches, total_steps, len(val_records), kernels, facts)
+        log.console(words)
         if not quiet:
-            console.print(header, soft_wrap=True, markup=False)
+            console.print(words, soft_wrap=True, markup=False)
         initial = _initial_captions(recipe, framework, encoder, batches, log, first)
         rows = {record.id: i for i, record in enumerate(train_records)}
         best = _best_so_far(log)
@@ -124,7 +125,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             best = _validate(encoder, val_records, data.name, log, step=0, epoch=0, best=best)
 
         embed = _Embed(encoder, framework.needs_tokens, settings.precision)
-        show = stack.enter_context(_display(total_steps, first, quiet))
+        show = stack.enter_context(display(total_steps, first, quiet))
         encoder.train()
         for step, micro_batches in enumerate(batches.steps(first, total_steps), first):
             start = time.perf_counter()
@@ -262,35 +263,12 @@ def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, fact
         return stack.enter_context(RunLog.create(output, recipe_toml=recipe.toml(), provenance=facts)), 1
     run = Run(output)
     check_same_recipe(run, recipe)
-    _check_same_data(run, facts)
+    check_same_data(run, facts)
     done = [checkpoint_step(path) for path in run.checkpoints()]
     at = max(done, default=0)
     if at >= facts["total_steps"] and run.done:
         raise ValueError(f"'{output}' is complete: {at} of {facts['total_steps']} steps; nothing to resume")
     return stack.enter_context(RunLog.reopen(output, step=at, provenance=facts)), at + 1
-
-
-def check_same_recipe(run: Run, recipe: Recipe) -> None:
-    """Raises ValueError naming the first setting that differs from the run's, with its old and new value."""
-    before = resolve(run.recipe, {})
-    for table in dataclasses.fields(Recipe):
-        old, new = getattr(before, table.name), getattr(recipe, table.name)
-        for key in dataclasses.fields(old):
-            a, b = getattr(old, key.name), getattr(new, key.name)
-            if a != b:
-                raise ValueError(
-                    f"'{run.path}' continues with the same recipe only, but {table.name}.{key.name} was {a!r} and is now {b!r}; "
-                    "drop the change, or start a new run with --output"
-                )
-
-
-def _check_same_data(run: Run, facts: dict[str, Any]) -> None:
-    a, b = run.provenance["data"]["train_sha256"], facts["data"]["train_sha256"]
-    if a != b:
-        raise ValueError(
-            f"--resume needs the same training data, but the sha256 of train.jsonl was {a[:12]}... and is now {b[:12]}...; "
-            "restore the file, or start a new run with --output"
-        )
 
 
 def _initial_captions(
@@ -477,37 +455,3 @@ def _prune(log: RunLog, keep: set[int]) -> None:
     for folder in log.checkpoints():
         if checkpoint_step(folder) not in keep:
             shutil.rmtree(folder)
-
-
-# ---- what a person sees
-
-
-def _header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, kernels: str, facts: dict[str, Any]) -> str:
-    objective, settings = recipe.objective, recipe.train
-    what = objective.name if objective.name == "infonce" else f"hn gamma {objective.gamma:g}, margin {objective.margin}"
-    held = " held out of train" if facts["validation"]["held_out_of_train"] else ""
-    return (
-        f"{recipe.encoder.name} on {recipe.data.name}: {len(batches.records)} train, {validation} val{held}; {what}\n"
-        f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}\n"
-        f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
-        f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
-        f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch; "
-        f"peak rate {settings.lr:g} after {settings.warmup} steps of warm-up, then a cosine\n"
-        f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens, "
-        f"{facts['repeated_captions']} repeat another word for word"
-    )
-
-
-@contextmanager
-def _display(total: int, first: int, quiet: bool) -> Iterator[Any]:
-    if quiet:
-        yield lambda step, row: None
-        return
-    with bar(TextColumn("{task.fields[state]}")) as progress:
-        task = progress.add_task("training", total=total, completed=first - 1, state="")
-
-        def show(step: int, row: dict[str, Any]) -> None:
-            state = f"loss {row['loss']:.2e}  {row['images_per_s']:.0f} images/s"
-            progress.update(task, completed=step, state=state)
-
-        yield show

@@ -1,0 +1,46 @@
+"""What a person sees of a training run: what it is about to do, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import TextColumn
+
+from gradscope.console import bar
+from gradscope.data.batching import Batches
+from gradscope.recipe import Recipe
+
+
+def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, kernels: str, facts: dict[str, Any]) -> str:
+    """The run in six lines: data, objective, precision, softmax width and chance level, schedule, what is cut or left out."""
+    objective, settings = recipe.objective, recipe.train
+    what = objective.name if objective.name == "infonce" else f"hn gamma {objective.gamma:g}, margin {objective.margin}"
+    held = " held out of train" if facts["validation"]["held_out_of_train"] else ""
+    return (
+        f"{recipe.encoder.name} on {recipe.data.name}: {len(batches.records)} train, {validation} val{held}; {what}\n"
+        f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}\n"
+        f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
+        f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
+        f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch; "
+        f"peak rate {settings.lr:g} after {settings.warmup} steps of warm-up, then a cosine\n"
+        f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens, "
+        f"{facts['repeated_captions']} repeat another word for word"
+    )
+
+
+@contextmanager
+def display(total: int, first: int, quiet: bool) -> Iterator[Any]:
+    """A progress bar with loss, throughput and the time left; yields ``show(step, row)``, which does nothing if ``quiet``."""
+    if quiet:
+        yield lambda step, row: None
+        return
+    with bar(TextColumn("{task.fields[state]}")) as progress:
+        task = progress.add_task("training", total=total, completed=first - 1, state="")
+
+        def show(step: int, row: dict[str, Any]) -> None:
+            state = f"loss {row['loss']:.2e}  {row['images_per_s']:.0f} images/s"
+            progress.update(task, completed=step, state=state)
+
+        yield show
