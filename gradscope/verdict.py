@@ -6,6 +6,7 @@ InfoNCE, and HN training itself drives InfoNCE down, so such a share does not de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from gradscope.runlog import Run
 
 #: A run is called saturated if at least half of the measured batches of its last epoch are under 1e-3.
 SATURATED = 0.5
+#: A run is called guessing if the median InfoNCE loss of its last epoch is at least this share of ln(width).
+CHANCE = 0.95
 TERMS = ("infonce", "hn")
 
 
@@ -38,6 +41,8 @@ class Summary:
     ratio: tuple[float, ...]  # median of norm HN / norm InfoNCE; empty where the second backward was not taken
     cosine: tuple[float, float] | None  # mean and sd between the two gradients, over the batches where both are non-zero
     cosine_undefined: int  # measured batches where it is not defined
+
+    at_chance: bool = False  # the last epoch's InfoNCE loss is that of guessing
 
     @property
     def saturated(self) -> bool:
@@ -78,6 +83,7 @@ def summarise(path: Path) -> Summary:
         gamma=run.recipe["objective"]["gamma"],
         width=int(run.provenance["width"]),
         every=run.recipe["probe"]["every"],
+        at_chance=10 ** _by_epoch(run, "loss", "log10_true", "infonce", "median")[-1] >= CHANCE * math.log(run.provenance["width"]),
         measured=tuple(int(n) for n in _by_epoch(run, "saturation", "below_1e-3", trained, "count")),
         below={term: _by_epoch(run, "saturation", "below_1e-3", term, "mean") for term in TERMS},
         crossings=crossings,
@@ -123,6 +129,11 @@ def sentences(summary: Summary) -> list[str]:
         f"{name} at width {summary.width}: {state}. {share[-1]:.0%} of the measured batches of the last epoch are under 1e-3 "
         f"(by epoch: {', '.join(f'{s:.0%} of {n}' for s, n in zip(share, summary.measured, strict=True))})."
     ]
+    if summary.at_chance:
+        lines.append(
+            f"InfoNCE sits at chance, ln {summary.width} = {math.log(summary.width):.2f}, or above: the model is guessing. See whether "
+            "images and captions belong together, captions repeat, or the learning rate is 0 or far too large."
+        )
     under3, under5 = summary.crossings[term, "1e-3"], summary.crossings[term, "1e-5"]
     lines.append(f"First measured under 1e-3: {_when(under3)}; under 1e-5: {_when(under5)} (read every {summary.every} steps).")
     zeros = summary.zeros[term]

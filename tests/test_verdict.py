@@ -81,3 +81,24 @@ def test_zeros_crossings_and_undefined_cosines_are_told() -> None:
     assert "whole gradient exactly 0 not measured; norm 0 by underflow alone not measured; loss printed 0" in text
     assert "(sd 0.25; undefined in 3 batches)" in text
     assert "undefined" not in lines(0.8, 0.1)
+
+
+@pytest.mark.parametrize(("encoder", "guessing"), [("small_encoder", True), ("tiny", False)])
+def test_a_run_that_only_guesses_is_told(
+    encoder: str, guessing: bool, request: pytest.FixtureRequest, scenes_folder: Path, tmp_path: Path
+) -> None:
+    """Random weights at rate 0 sit at ln(width); pretrained ones do not, whatever else is said of them."""
+    from gradscope.recipe import resolve
+    from gradscope.train import train
+    from gradscope.verdict import sentences, summarise
+
+    name = str(request.getfixturevalue(encoder)) if encoder != "tiny" else encoder
+    tables = {
+        "data": {"name": str(scenes_folder)},
+        "encoder": {"name": name},
+        "train": {"batch_size": 8, "max_steps": 2, "lr": 0.0},
+        "probe": {"log_grads": True, "every": 1},
+    }
+    train(resolve(tables, {}), tmp_path / "run", quiet=True)
+    text = "\n".join(sentences(summarise(tmp_path / "run")))
+    assert ("at chance, ln 8 = 2.08" in text) == guessing
