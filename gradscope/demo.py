@@ -1,6 +1,6 @@
 """The main job in one go: start widths, the InfoNCE arm, the HN arm, evaluation, Figures 1 and 4, a verdict.
 
-Both arms: encoder tiny on scenes, the paper's 16 x 8 with narrow softmaxes, one seed, the probe every 5 steps. It shows how the tool
+Both arms: encoder tiny on scenes, the paper's 16 x 8 with narrow softmaxes, one seed, the probe at every step. It shows how the tool
 reads; one seed on a toy is not evidence about real data.
 """
 
@@ -33,7 +33,7 @@ def recipe(objective: str, epochs: int, lr: float, seed: int) -> Recipe:
     tables = {
         "objective": {"name": objective},
         "train": {"epochs": epochs, "batch_size": 16, "accumulate": 8, "accumulate_mode": "narrow", "lr": lr, "seed": seed},
-        "probe": {"log_grads": True, "every": 5},
+        "probe": {"log_grads": True, "every": 1},
     }
     return resolve(tables, {})
 
