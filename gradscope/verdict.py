@@ -134,8 +134,9 @@ def sentences(summary: Summary) -> list[str]:
             f"InfoNCE sits at chance, ln {summary.width} = {math.log(summary.width):.2f}, or above: the model is guessing. See whether "
             "images and captions belong together, captions repeat, or the learning rate is 0 or far too large."
         )
+    every = "at every step" if summary.every == 1 else f"every {summary.every} steps"
     under3, under5 = summary.crossings[term, "1e-3"], summary.crossings[term, "1e-5"]
-    lines.append(f"First measured under 1e-3: {_when(under3)}; under 1e-5: {_when(under5)} (read every {summary.every} steps).")
+    lines.append(f"First measured under 1e-3: {_when(under3)}; under 1e-5: {_when(under5)} (read {every}).")
     zeros = summary.zeros[term]
     lost = (zeros["positive_zero.i2t"] + zeros["positive_zero.t2i"]) / 2
     lines.append(
@@ -170,7 +171,7 @@ def _share(value: float | None) -> str:
 def _when(found: Crossing) -> str:
     if found.first is None:
         return "never"
-    again = f", left and re-entered {found.entries - 1} times" if found.entries > 1 else ""
+    again = f", left and re-entered {found.entries - 1} time{'s' if found.entries > 2 else ''}" if found.entries > 1 else ""
     return f"step {found.first}{again}"
 
 
