@@ -396,7 +396,9 @@ def _refuse_broken_weights(step: int, encoder: DualEncoder, log: RunLog) -> None
 
 
 def _broken(encoder: DualEncoder) -> list[str]:
-    return [name for name, parameter in encoder.named_parameters() if not bool(torch.isfinite(parameter).all())]
+    names, parameters = zip(*encoder.named_parameters(), strict=True)
+    sound = torch.stack([torch.isfinite(parameter).all() for parameter in parameters]).tolist()  # one host transfer
+    return [name for name, fine in zip(names, sound, strict=True) if not fine]
 
 
 def _end(message: str, log: RunLog) -> NoReturn:

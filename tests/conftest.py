@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing is read from, or written to, the user's cache."""
     os.environ["GRADSCOPE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ.pop("GRADSCOPE_DATA", None)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums in one order: for tests that compare bits."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

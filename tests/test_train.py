@@ -31,13 +31,7 @@ from gradscope.runlog import Run, comparable
 from gradscope.train import _Embed, train
 from gradscope.types import Batch
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 tiny                          the embedded encoder
 RUN or RUN/checkpoints/STEP   a run directory (its last checkpoint) or one checkpoint
 a folder                      open_clip's local-dir layout (open_clip_config.json + weights)
-longclip-L, longclip-B, *.pt  Long-CLIP checkpoints as released, looked for in --data-dir, $GRADSCOPE_DATA and the cache
+longclip-L, longclip-B, *.pt  Long-CLIP checkpoints as released, looked for in $GRADSCOPE_DATA and the cache folder
 ViT-B-16:openai               any open_clip model and pretrained tag (or weights file); a bare name has RANDOM weights
 hf-hub:org/repo               any open_clip model of the hub
 """
