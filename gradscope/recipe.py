@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gradscope.registry import unknown_name
 
@@ -22,14 +22,38 @@ OBJECTIVES = ("infonce", "hn")
 MARGINS = ("live", "frozen", "fixed", "centred")
 LOSS_FORMS = ("plain", "residual")
 PRECISIONS = ("fp32", "bf16", "fp16")
+ON_BAD_IMAGE = ("error", "skip")
+ON_TOO_LONG = ("truncate", "error")
+DECODES = ("fast", "exact", "scaled")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """``val_share`` of train is held out by image id where the data set has no val split."""
+    """What to read, and what to do with what does not fit.
+
+    ``name`` is a registered data set or a path; ``val_share`` of ``train_split`` is held out by image id where there is no split
+    "val". The settings in SETTINGS belong to some data sets only; "" leaves each at the data set's own default.
+    """
 
     name: str = "scenes"
+    train_split: str = "train"
     val_share: float = 0.05
+    folder: str = ""
+    caption: str = ""
+    image_key: str = ""
+    caption_key: str = ""
+    image_root: str = ""
+    encoding: str = ""
+    allow_missing: bool = False
+    on_bad_image: str = "error"
+    on_too_long: str = "truncate"
+    decode: str = "fast"
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("folder", "caption", "image_key", "caption_key", "image_root", "encoding")
+
+    def settings(self) -> dict[str, str]:
+        """What ``open_data`` takes beside the name: the settings that were given."""
+        return {key: getattr(self, key) for key in self.SETTINGS if getattr(self, key)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +254,9 @@ def check(recipe: Recipe) -> None:
         _one_of("--margin", objective.margin, MARGINS)
     _one_of("--loss-form", objective.loss_form, LOSS_FORMS)
     _one_of("--precision", train.precision, PRECISIONS)
+    _one_of("--on-bad-image", recipe.data.on_bad_image, ON_BAD_IMAGE)
+    _one_of("--on-too-long", recipe.data.on_too_long, ON_TOO_LONG)
+    _one_of("data.decode", recipe.data.decode, DECODES)
     _one_of("--scale", train.scale, ("learn", "fixed"))
     if train.accumulate > 1 and train.accumulate_mode not in ("narrow", "cached"):
         raise ValueError(

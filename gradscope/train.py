@@ -80,7 +80,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
     encoder.model.logit_scale.requires_grad_(settings.scale == "learn")
     if settings.accumulate_mode == "cached":
         cached.check_replayable(encoder)
-    data = open_data(recipe.data.name)
+    data = open_data(recipe.data.name, **recipe.data.settings())
     train_records, val_records = _splits(data, recipe)
     batches = Batches(
         records=train_records,

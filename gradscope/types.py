@@ -29,12 +29,26 @@ DIRECTIONS = ("i2t", "t2i")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A part of a picture with a caption of its own.
+
+    ``box`` is (left, top, right, bottom) in pixels of the whole picture as it is shown (upright); ``image`` is the path of a stored
+    crop. Either may be missing.
+    """
+
+    caption: str
+    box: tuple[float, float, float, float] | None = None
+    image: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One image and its captions, before any decoding. ``image`` is a path, or None for a captions-only data set."""
 
     id: str
     image: str | None
     captions: tuple[str, ...]  # dense caption first
+    segments: tuple[Segment, ...] = ()
     aux: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from gradscope.data.scenes import materialise
-from gradscope.data.source import DataSource
+from gradscope.data.source import open_data
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "probe_overhead.py"
 
@@ -101,7 +101,7 @@ def test_a_known_cost_is_found():
 def real(tmp_path_factory):
     """Four runs of a few steps, 4 x 2 narrow, on a few scenes."""
     root = tmp_path_factory.mktemp("benchmark")
-    scenes = DataSource(name="scenes", folder=materialise(root / "scenes", seed=3, train=32, val=4, test=4))
+    scenes = open_data(str(materialise(root / "scenes", seed=3, train=32, val=4, test=4)))
     plan = bench.Plan(every=(1, 2), pairs=1, steps=2, batch_size=4, accumulate=2, device="cpu")
     data = bench.write_data(root / "data", scenes.records("train"), scenes.records("val"))
     calls: list[tuple[int, int]] = []

@@ -88,7 +88,7 @@ def refused(result: tuple[int, str, str], *words: str) -> None:
 
 
 def test_wrong_settings(cli, small):
-    refused(cli("train", "--data", "scene"), "unknown data set 'scene'", "Did you mean 'scenes'", "train.jsonl")
+    refused(cli("train", "--data", "scene"), "unknown data set 'scene'", "Did you mean 'scenes'", "path")
     refused(cli("train", *small, "--encoder", "ViT-B-61:openai"), "unknown encoder", "Did you mean 'ViT-B-16")
     refused(cli("train", *small, "--encoder", "tinny"), "unknown encoder 'tinny'", "Did you mean 'tiny'")
     refused(cli("train", *small, "--gamma", ".5"), "--gamma", "hn")
@@ -106,7 +106,7 @@ def test_wrong_data(cli, small, tmp_path, scenes_folder):
     (tmp_path / "empty").mkdir()
     refused(cli("train", *small, "--data", "empty"), "neither train.jsonl nor test.jsonl", "nothing")
     (tmp_path / "bad").mkdir()
-    bad = tmp_path / "bad" / "train.jsonl"
+    bad = tmp_path / "bad" / "path"
     bad.write_text("\n")
     refused(cli("train", *small, "--data", "bad"), "holds no records")
     same = ('{"id": 1, "image": "a.jpg", "captions": ["x"]}', '{"id": 2, "image": "./a.jpg", "captions": ["y"]}')
@@ -134,7 +134,7 @@ def test_wrong_data(cli, small, tmp_path, scenes_folder):
 
 def test_wrong_evaluations(cli, scenes_folder, small_encoder, tmp_path):
     (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "train.jsonl").write_bytes((scenes_folder / "train.jsonl").read_bytes())
+    (tmp_path / "part" / "path").write_bytes((scenes_folder / "train.jsonl").read_bytes())
     common = ["--device", "cpu", "--data"]
     refused(cli("eval", small_encoder, *common, "part", "--split", "test"), "no split 'test'", "it has train")
     refused(cli("eval", "part", *common, scenes_folder), "'part' holds no encoder", "found train.jsonl")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gradscope.data.batching import Batches, Pixels
-from gradscope.data.source import DataSource, open_data
+from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder
 from gradscope.evaluate import embed_records, evaluate
 from gradscope.evaluation_file import retrieval_table, write_evaluation, write_hits
@@ -291,7 +291,7 @@ def test_lines_end_at_newlines_only(tmp_path):
     captions = ["one\u2028two", "three\x85four", "five\x0bsix"]
     rows = [json.dumps({"id": i, "image": f"{i}.jpg", "captions": [c]}, ensure_ascii=False) for i, c in enumerate(captions)]
     (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode())
-    found = DataSource(name="x", folder=tmp_path).records("train")
+    found = open_data(str(tmp_path)).records("train")
     assert [r.captions[0] for r in found] == captions
 
 
