@@ -113,13 +113,15 @@ class Probe:
         terms: Sequence[Term],
         *,
         initial_text: Tensor | None = None,
+        margin_text: Tensor | None = None,
         loss_scale: float = 1.0,
         replayed: bool = False,
     ) -> Iterator[None]:
         """Wraps the backward of one batch. A no-op unless this is the measured batch of a probed step.
 
         Args:
-            initial_text: the initial encoder's caption rows [B, D].
+            initial_text: the initial encoder's caption rows [B, D], to measure the drift of G against.
+            margin_text: the rows [B, D0] that a frozen or external margin is made of, as the framework was given them.
             loss_scale: the factor that mixed precision multiplies the loss by.
             replayed: cached accumulation: ``embeddings`` are leaves, and the towers' backward is replayed inside the block, each
                 piece announced by ``replaying``.
@@ -133,7 +135,7 @@ class Probe:
         alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
         found = None
         try:
-            found = self._before_backward(embeddings, alone, initial_text, replayed)
+            found = self._before_backward(embeddings, alone, margin_text, replayed)
         except Exception as error:  # a diagnostic must never end a training run: it goes on unwatched
             self._fail("heads", error)
         if found is None:
@@ -166,12 +168,12 @@ class Probe:
         self._read("batch")
 
     def _before_backward(
-        self, embeddings: Embeddings, alone: bool, initial_text: Tensor | None, replayed: bool
+        self, embeddings: Embeddings, alone: bool, margin_text: Tensor | None, replayed: bool
     ) -> tuple[dict[str, Watched], dict[str, list[Tensor | None]]]:
         """The objectives whose gradient the backward will not leave in ``.grad``: at the embeddings, and over the parameters."""
         with self._timed("heads"):
             known = {
-                name: self._evaluate(objective, embeddings, initial_text)
+                name: self._evaluate(objective, embeddings, margin_text)
                 for name, objective in self.objectives.items()
                 if not (alone and name == self.trained)
             }
@@ -235,11 +237,11 @@ class Probe:
             self._replayed.clear()  # a gradient of some micro-batches is none: "not measured"
             self._fail("second backward", error)
 
-    def _evaluate(self, objective: Objective, embeddings: Embeddings, initial_text: Tensor | None) -> Watched:
+    def _evaluate(self, objective: Objective, embeddings: Embeddings, margin_text: Tensor | None) -> Watched:
         """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
         with torch.enable_grad():
             image, text, scale = (t.detach().requires_grad_() for t in (embeddings.image, embeddings.text, embeddings.scale))
-            scores = objective.scores(image, text, scale, initial_text)
+            scores = objective.scores(image, text, scale, margin_text)
             loss = symmetric_loss(scores, self.loss_form).mean()
             logit_grad, image_grad, text_grad, scale_grad = torch.autograd.grad(loss, [scores.logits, image, text, scale])
         return Watched(

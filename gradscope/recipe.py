@@ -19,7 +19,7 @@ from gradscope.registry import unknown_name
 
 FRAMEWORKS = ("clip", "hn_clip")
 OBJECTIVES = ("infonce", "hn")
-MARGINS = ("live", "frozen", "fixed", "centred")
+MARGINS = ("live", "frozen", "external", "fixed", "centred")
 LOSS_FORMS = ("plain", "residual")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ON_BAD_IMAGE = ("error", "skip")
@@ -58,17 +58,23 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
+    """``freeze``: "", or image, text, all-but-last-N, joined with commas. ``checkpoint_activations`` trades time for memory."""
+
     name: str = "tiny"
+    freeze: str = ""
+    checkpoint_activations: bool = False
+    trust_archive: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """gamma and margin belong to hn; infonce resolves them to 0 and "none"."""
+    """gamma and margin belong to hn; infonce resolves them to 0 and "none". margin_encoder belongs to the external margin."""
 
     framework: str = "clip"
     name: str = "infonce"
     gamma: float = 0.5
     margin: str = "live"
+    margin_encoder: str = ""
     token_weight: float = 0.0
     loss_form: str = "plain"
 
@@ -235,7 +241,11 @@ def _with_presets(recipe: Recipe, given: set[str], overridden: set[str]) -> Reci
         # A resolved infonce recipe, now told to train hn: its 0 and "none" stand for "does not apply" and give way to the defaults.
         asked = "objective.gamma" in overridden or objective.gamma != 0
         objective = dataclasses.replace(objective, margin=Objective().margin, gamma=objective.gamma if asked else Objective().gamma)
+    if objective.margin_encoder and "objective.margin" not in given:
+        objective = dataclasses.replace(objective, margin="external")
     if objective.name == "infonce":
+        if objective.margin_encoder:
+            raise ValueError("--margin-encoder belongs to --objective hn and would be ignored by infonce; drop it or use hn")
         ignored = objective.gamma != 0 and "objective.gamma" in given
         if ignored or ("objective.margin" in given and objective.margin != "none"):
             raise ValueError("--gamma and --margin belong to --objective hn and would be ignored by infonce; drop them or use hn")
@@ -252,6 +262,11 @@ def check(recipe: Recipe) -> None:
     _one_of("--objective", objective.name, OBJECTIVES)
     if objective.name == "hn":
         _one_of("--margin", objective.margin, MARGINS)
+        if (objective.margin == "external") != bool(objective.margin_encoder):
+            raise ValueError(
+                f"--margin {objective.margin} with --margin-encoder '{objective.margin_encoder}': an external margin needs an encoder, "
+                "and no other margin uses one; give both --margin external and --margin-encoder NAME, or neither"
+            )
     _one_of("--loss-form", objective.loss_form, LOSS_FORMS)
     _one_of("--precision", train.precision, PRECISIONS)
     _one_of("--on-bad-image", recipe.data.on_bad_image, ON_BAD_IMAGE)

@@ -25,11 +25,10 @@ from gradscope import cached, checkpoint
 from gradscope.console import console
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
-from gradscope.data.images import refuse_missing
-from gradscope.data.source import DataSource, held_out, open_data
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.evaluate import evaluate
+from gradscope.fixed_captions import FixedCaptions, fixed_captions
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.objectives import objectives
 from gradscope.objectives.hn import HN
@@ -41,6 +40,7 @@ from gradscope.recipe import Recipe
 from gradscope.resume import check_same_data, check_same_recipe
 from gradscope.runlog import Run, RunLog, checkpoint_step
 from gradscope.train_display import display, header
+from gradscope.training_data import training_data
 from gradscope.types import Batch, Embeddings, Record, Term
 
 #: The gamma at which an InfoNCE run reads HN: the paper's.
@@ -80,10 +80,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
     encoder.model.logit_scale.requires_grad_(settings.scale == "learn")
     if settings.accumulate_mode == "cached":
         cached.check_replayable(encoder)
-    data = open_data(recipe.data.name, **recipe.data.settings())
-    train_records, val_records = _splits(data, recipe)
+    data = training_data(recipe)
     batches = Batches(
-        records=train_records,
+        records=data.train,
         encoder=encoder,
         batch_size=settings.batch_size,
         accumulate=settings.accumulate,
@@ -101,28 +100,32 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         kernels = stack.enter_context(cpu_speed(device, encoder.longest_sequence))
         facts = provenance(
             kernels=kernels,
-            data={"name": data.name, "train_sha256": data.fingerprint("train"), "records": len(train_records)},
-            validation={"records": len(val_records), "held_out_of_train": "val" not in data.splits()},
+            **data.facts(),
             width=recipe.width,
             negatives_per_anchor=recipe.negatives_per_anchor,
             chance=recipe.chance,
             total_steps=total_steps,
             left_out_per_epoch=batches.left_out,
             truncated_captions=batches.tokenized.truncated(),
-            repeated_captions=len(train_records) - len({record.captions[0] for record in train_records}),
+            repeated_captions=len(data.train) - len({record.captions[0] for record in data.train}),
         )
         log, first = _open_log(stack, recipe, output, resume, facts)
         if first > 1:
             checkpoint.load(log.checkpoint_dir(first - 1), encoder, optimizer, scaler)
-        words = header(recipe, batches, total_steps, len(val_records), kernels, facts)
-        log.console(words)
-        if not quiet:
-            console.print(words, soft_wrap=True, markup=False)
-        initial = _initial_captions(recipe, framework, encoder, batches, log, first)
-        rows = {record.id: i for i, record in enumerate(train_records)}
+
+        def say(line: str) -> None:
+            log.console(line)
+            if not quiet:
+                console.print(line, soft_wrap=True, markup=False)
+
+        words = header(recipe, batches, total_steps, len(data.validation), kernels, facts)
+        say(words)
+        for note in data.notes:
+            say(f"note: {note}")
+        fixed = fixed_captions(recipe, framework, encoder, batches, log, say)
         best = _best_so_far(log)
         if first == 1:
-            best = _validate(encoder, val_records, data.name, log, step=0, epoch=0, best=best)
+            best = _validate(encoder, data.validation, recipe, log, step=0, epoch=0, best=best)
 
         embed = _Embed(encoder, framework.needs_tokens, settings.precision)
         show = stack.enter_context(display(total_steps, first, quiet))
@@ -140,10 +143,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 whole = cached.joined(micro_batches)
                 token_scale = None if encoder.token_log_scale is None else encoder.token_log_scale.float().exp()
                 embeddings = cached.embed_all(embed, micro_batches, encoder.scale(), token_scale)
-                start_rows = _rows_of(initial, rows, whole)
-                terms = framework(embeddings, start_rows)
+                terms = framework(embeddings, fixed.margin_text(whole))
                 total = total_loss(terms)
-                with _watching(probe, whole, embeddings, terms, start_rows, scaler, replayed=True):
+                with _watching(probe, whole, embeddings, terms, fixed, scaler, replayed=True):
                     total.backward()
                     cached.replay(embed, micro_batches, embeddings, probe.replaying if probe else _ignore)
                 losses.append(total.detach())
@@ -151,10 +153,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             else:
                 for batch in micro_batches:
                     embeddings = embed(batch)
-                    start_rows = _rows_of(initial, rows, batch)
-                    terms = framework(embeddings, start_rows)
+                    terms = framework(embeddings, fixed.margin_text(batch))
                     total = total_loss(terms)
-                    with _watching(probe, batch, embeddings, terms, start_rows, scaler, replayed=False):
+                    with _watching(probe, batch, embeddings, terms, fixed, scaler, replayed=False):
                         scaler.scale(total).backward()
                     losses.append(total.detach())
                     parts.append(_term_losses(terms))
@@ -195,7 +196,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if to_save:
                 _refuse_broken_weights(step, encoder, log)
             if end_of_epoch:
-                best = _validate(encoder, val_records, data.name, log, step=step, epoch=epoch, best=best)
+                best = _validate(encoder, data.validation, recipe, log, step=step, epoch=epoch, best=best)
             if to_save:
                 checkpoint.save(log.checkpoint_dir(step), encoder, optimizer, scaler)
                 log.mark_best(best.step, best.recall)
@@ -242,16 +243,6 @@ def make_probe(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer:
     )
 
 
-def _splits(data: DataSource, recipe: Recipe) -> tuple[list[Record], list[Record]]:
-    records = data.records("train")
-    if "val" in data.splits():
-        validation = data.records("val")
-        refuse_missing([*records, *validation])
-        return records, validation
-    refuse_missing(records)
-    return held_out(records, recipe.data.val_share, recipe.train.seed)
-
-
 def _total_steps(recipe: Recipe, batches: Batches) -> int:
     every = recipe.train.epochs * batches.steps_per_epoch
     return min(every, recipe.train.max_steps) if recipe.train.max_steps else every
@@ -269,24 +260,6 @@ def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, fact
     if at >= facts["total_steps"] and run.done:
         raise ValueError(f"'{output}' is complete: {at} of {facts['total_steps']} steps; nothing to resume")
     return stack.enter_context(RunLog.reopen(output, step=at, provenance=facts)), at + 1
-
-
-def _initial_captions(
-    recipe: Recipe, framework: Clip, encoder: DualEncoder, batches: Batches, log: RunLog, first: int
-) -> Tensor | None:
-    """The initial encoder's caption rows [records, D], computed once and kept in the run; None if nothing asks for them."""
-    if not (framework.objective.needs_initial_text or recipe.probe.log_grads):
-        return None
-    stored = log.path / "arrays" / "initial_captions.npz"
-    if first > 1 or stored.is_file():
-        return torch.from_numpy(Run(log.path).array("arrays/initial_captions.npz")).to(encoder.device)
-    rows = encoder.embed_texts(batches.tokenized.ids)
-    log.save_array("initial_captions", rows.cpu().numpy())
-    return rows
-
-
-def _rows_of(initial: Tensor | None, rows: dict[str, int], batch: Batch) -> Tensor | None:
-    return None if initial is None else initial[[rows[i] for i in batch.ids]]
 
 
 # ---- inside the step
@@ -311,7 +284,7 @@ def _watching(
     batch: Batch,
     embeddings: Embeddings,
     terms: Sequence[Term],
-    initial_text: Tensor | None,
+    fixed: FixedCaptions,
     scaler: torch.amp.GradScaler,
     *,
     replayed: bool,
@@ -319,7 +292,15 @@ def _watching(
     if probe is None or not probe.due:
         yield
         return
-    with probe.watching(batch, embeddings, terms, initial_text=initial_text, loss_scale=scaler.get_scale(), replayed=replayed):
+    with probe.watching(
+        batch,
+        embeddings,
+        terms,
+        initial_text=fixed.initial_text(batch),
+        margin_text=fixed.margin_text(batch),
+        loss_scale=scaler.get_scale(),
+        replayed=replayed,
+    ):
         yield
 
 
@@ -425,10 +406,10 @@ class _Best:
 
 
 def _validate(
-    encoder: DualEncoder, records: Sequence[Record], dataset: str, log: RunLog, *, step: int, epoch: int, best: _Best
+    encoder: DualEncoder, records: Sequence[Record], recipe: Recipe, log: RunLog, *, step: int, epoch: int, best: _Best
 ) -> _Best:
     result, _ = evaluate(encoder, records)
-    rows = [{"step": step, "epoch": epoch, "dataset": dataset, "split": "val", **row} for row in result.dicts()]
+    rows = [{"step": step, "epoch": epoch, "dataset": recipe.data.name, "split": "val", **row} for row in result.dicts()]
     log.write_evals(rows)
     recall = (result.value("i2t", "R@1") + result.value("t2i", "R@1")) / 2
     return _Best(step=step, recall=recall) if recall > best.recall else best

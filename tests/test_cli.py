@@ -106,7 +106,7 @@ def test_wrong_data(cli, small, tmp_path, scenes_folder):
     (tmp_path / "empty").mkdir()
     refused(cli("train", *small, "--data", "empty"), "neither train.jsonl nor test.jsonl", "nothing")
     (tmp_path / "bad").mkdir()
-    bad = tmp_path / "bad" / "path"
+    bad = tmp_path / "bad" / "train.jsonl"
     bad.write_text("\n")
     refused(cli("train", *small, "--data", "bad"), "holds no records")
     same = ('{"id": 1, "image": "a.jpg", "captions": ["x"]}', '{"id": 2, "image": "./a.jpg", "captions": ["y"]}')
@@ -124,7 +124,7 @@ def test_wrong_data(cli, small, tmp_path, scenes_folder):
         bad.write_text(f'{{"id": 0, "image": "a.jpg", "captions": ["zero"]}}\n{row}\n')
         refused(cli("train", *small, "--data", "bad"), str(Path("bad/train.jsonl")), "line 2", message)
     bad.write_text('{"id": 0, "image": "a.jpg", "captions": ["zero"]}\n' * 2)
-    refused(cli("train", *small, "--data", "bad"), "id '0' more than once")
+    refused(cli("train", *small, "--data", "bad"), "id '0' 2 times")
     bad.write_bytes('{"id": 0, "image": "a.jpg", "captions": ["caf\xe9"]}\n'.encode("latin-1"))
     refused(cli("train", *small, "--data", "bad"), "not UTF-8")
     bad.write_text("".join(f'{{"id": {i}, "image": "no{i}.jpg", "captions": ["zero"]}}\n' for i in range(40)))
@@ -134,7 +134,7 @@ def test_wrong_data(cli, small, tmp_path, scenes_folder):
 
 def test_wrong_evaluations(cli, scenes_folder, small_encoder, tmp_path):
     (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "path").write_bytes((scenes_folder / "train.jsonl").read_bytes())
+    (tmp_path / "part" / "train.jsonl").write_bytes((scenes_folder / "train.jsonl").read_bytes())
     common = ["--device", "cpu", "--data"]
     refused(cli("eval", small_encoder, *common, "part", "--split", "test"), "no split 'test'", "it has train")
     refused(cli("eval", "part", *common, scenes_folder), "'part' holds no encoder", "found train.jsonl")

@@ -29,6 +29,8 @@ LAYERS = {
         "sweep",
         "caption_geometry",
         "verdict",
+        "training_data",
+        "fixed_captions",
     ],
     5: ["figures", "demo"],
     6: ["cli"],

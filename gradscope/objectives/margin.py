@@ -3,12 +3,13 @@
 With G = T T^t of caption rows, detached, and its diagonal set to zero:
     live      gamma * G                 of the captions as the encoder sees them now (HN-CLIP, section 2)
     frozen    gamma * G0                of the INITIAL encoder's captions (the paper's ablation)
+    external  gamma * Gx                of another encoder's captions, fixed too (a sentence encoder, say)
     fixed     gamma * mean(G)           one constant off the diagonal: the control without any ranking of the negatives
     centred   gamma * (G - mean(G))     the ranking without the constant; live = fixed + centred
 mean(G) is over the off-diagonal cells of the batch, from the live encoder.
 
 How it can mislead: with mean(G) = .84, scale 100 and gamma .5 the constant alone is 42 logits; a loss kept up by that constant
-is active, which is not yet learning. Exact-duplicate captions are false negatives and get the largest margin of all.
+is active, which is not yet learning. An external encoder's cone is its own, so one gamma means two things under two of them. Exact-duplicate captions are false negatives and get the largest margin of all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MARGINS = ("live", "frozen", "fixed", "centred")
+MARGINS = ("live", "frozen", "external", "fixed", "centred")
 
 
 def caption_cosines(rows: Tensor) -> Tensor:
@@ -31,17 +32,17 @@ def off_diagonal_mean(cosines: Tensor) -> Tensor:
     return cosines.sum() / (n * (n - 1))
 
 
-def margin_matrix(kind: str, gamma: float, text: Tensor, initial_text: Tensor | None) -> Tensor:
+def margin_matrix(kind: str, gamma: float, text: Tensor, margin_text: Tensor | None) -> Tensor:
     """The margin [N, N] of one batch, zero on the diagonal, no gradient.
 
     Args:
         kind: one of ``MARGINS``.
         text: live caption rows [N, D].
-        initial_text: the initial encoder's rows [N, D0] of the same captions; needed by "frozen" only.
+        margin_text: rows [N, D0] of the same captions by the initial or the external encoder; needed by "frozen" and "external".
     """
-    if kind == "frozen":
-        assert initial_text is not None
-        return gamma * caption_cosines(initial_text)
+    if kind in ("frozen", "external"):
+        assert margin_text is not None
+        return gamma * caption_cosines(margin_text)
     cosines = caption_cosines(text)
     if kind == "live":
         return gamma * cosines

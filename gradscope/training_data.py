@@ -1,0 +1,70 @@
+"""What a run trains and validates on: the records of a recipe after its policies, each departure from the file counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradscope.data.source import DataSource, held_out, open_data
+from gradscope.data.usable import Usable, usable
+from gradscope.recipe import Data, Recipe
+from gradscope.types import Record
+
+VALIDATION = "val"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Records to train and to validate on, in file order; ``notes`` are counted facts to show before the run."""
+
+    source: DataSource
+    split: str
+    train: Sequence[Record]
+    validation: Sequence[Record]
+    held_out: bool  # validation was taken out of train
+    notes: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """What provenance keeps: enough to say on resume whether the data are the same."""
+        data = {
+            "name": self.source.name,
+            "split": self.split,
+            "train_sha256": self.source.fingerprint(self.split),
+            "records": len(self.train),
+            "notes": list(self.notes),
+        }
+        return {"data": data, "validation": {"records": len(self.validation), "held_out_of_train": self.held_out}}
+
+
+def training_data(recipe: Recipe) -> TrainingData:
+    """Reads the training split and the split "val", or holds out ``val_share`` of train by image id.
+
+    Raises:
+        ValueError: no such data or split, or pictures that are missing or bad where the recipe does not allow for it.
+    """
+    settings = recipe.data
+    source = open_data(settings.name, **settings.settings())
+    split = source.split_or_only(settings.train_split)
+    found = source.read(split)
+    kept = _usable(found.records, settings, recipe.train.workers)
+    notes = [*found.notes, *kept.notes]
+    if VALIDATION in source.splits():
+        validation = source.read(VALIDATION)
+        kept_validation = _usable(validation.records, settings, recipe.train.workers)
+        notes += [f"validation: {note}" for note in (*validation.notes, *kept_validation.notes)]
+        parts: tuple[Sequence[Record], Sequence[Record]] = kept.records, kept_validation.records
+    else:
+        parts = held_out(kept.records, settings.val_share, recipe.train.seed)
+    return TrainingData(
+        source=source, split=split, train=parts[0], validation=parts[1], held_out=VALIDATION not in source.splits(), notes=tuple(notes)
+    )
+
+
+def _usable(records: Sequence[Record], settings: Data, workers: int) -> Usable:
+    from gradscope.console import progress
+
+    with progress("checking pictures") as advance:
+        return usable(
+            records, allow_missing=settings.allow_missing, on_bad_image=settings.on_bad_image, workers=workers, advance=advance
+        )
