@@ -27,6 +27,6 @@ def check_same_data(run: Run, facts: dict[str, Any]) -> None:
     a, b = run.provenance["data"]["train_sha256"], facts["data"]["train_sha256"]
     if a != b:
         raise ValueError(
-            f"--resume needs the same training data, but the sha256 of train.jsonl was {a[:12]}... and is now {b[:12]}...; "
-            "restore the file, or start a new run with --output"
+            f"--resume needs the same training data, but the sha256 of its records was {a[:12]}... and is now {b[:12]}...; "
+            "restore the files, or start a new run with --output"
         )

