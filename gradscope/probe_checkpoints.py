@@ -13,8 +13,8 @@ from pathlib import Path
 from gradscope.console import console, progress
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
-from gradscope.data.images import refuse_missing
 from gradscope.data.source import open_data
+from gradscope.data.usable import usable
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.frameworks.clip import total_loss
 from gradscope.optim import make_optimizer
@@ -39,8 +39,8 @@ def probe_checkpoints(
     """One run directory per checkpoint under ``output``, in the order given. Raises ValueError for bad names or data."""
     place = resolve_device(device)
     source = open_data(data)
-    records = source.records(split)
-    refuse_missing(records)
+    split = source.split_or_only(split)
+    records = usable(source.records(split), allow_missing=False, on_bad_image="error", workers=0).records
     paths = [output / re.sub(r"[^A-Za-z0-9_.=-]+", "-", name).strip("-") for name in names]
     for path in paths:
         if path.exists():

@@ -76,6 +76,7 @@ def run_arm(arm: Arm, split: str) -> None:
     """Trains (or resumes) one arm and evaluates its last checkpoint on ``split``; does nothing where both are done."""
     from gradscope.cpu_speed import cpu_speed
     from gradscope.data.source import open_data
+    from gradscope.data.usable import usable
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.evaluate import evaluate
     from gradscope.evaluation_file import write_evaluation, write_hits
@@ -89,11 +90,13 @@ def run_arm(arm: Arm, split: str) -> None:
     target = arm.path / f"eval-{split}.json"
     if target.is_file():
         return
-    source = open_data(arm.recipe.data.name)
+    data = arm.recipe.data
+    source = open_data(data.name, **data.settings())
+    records = usable(source.records(split), allow_missing=data.allow_missing, on_bad_image=data.on_bad_image, workers=0).records
     device = resolve_device(arm.recipe.train.device)
     encoder = load_encoder(str(arm.path), device)
     with cpu_speed(device, encoder.longest_sequence):
-        result, embedded = evaluate(encoder, source.records(split))
+        result, embedded = evaluate(encoder, records)
     write_hits(target.with_suffix(".npz"), result)
     write_evaluation(target, str(arm.path), source, split, result, embedded)
 

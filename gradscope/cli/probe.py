@@ -10,8 +10,8 @@ import typer
 
 def probe(
     checkpoints: Annotated[list[str], typer.Argument(help="Runs, checkpoints, tiny, folders or open_clip NAME:TAG.")],
-    data: Annotated[str, typer.Option(help="scenes, or a folder with SPLIT.jsonl.")] = "scenes",
-    split: Annotated[str, typer.Option(help="train, val or test.")] = "train",
+    data: Annotated[str, typer.Option(help="A name of `gradscope data list`, or a folder or file of your own.")] = "scenes",
+    split: Annotated[str, typer.Option(help="A split of the data; the only one there is if none has this name.")] = "train",
     width: Annotated[int, typer.Option(help="Candidates per softmax.", min=2)] = 16,
     batches: Annotated[int, typer.Option(help="Measured batches per checkpoint.", min=1)] = 20,
     gamma: Annotated[float, typer.Option(help="At which HN is read.")] = 0.5,
