@@ -1,12 +1,12 @@
 """Checkpoints: whole or absent, loadable by plain open_clip, exact to resume from.
 
-step-000500/encoder/   open_clip_config.json, open_clip_model.safetensors (fp32), bpe.txt.gz if the merges are the model's own
+step-000500/encoder/   open_clip_config.json, open_clip_model.safetensors (fp32), and the
+                       tokenizer's own files: bpe.txt.gz if its merges are not CLIP's, or a Hugging Face tokenizer's
 step-000500/trainer.pt optimizer, gradient scaler, token scale, random states (opened by the safe loader only)
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
@@ -18,9 +18,6 @@ from safetensors.torch import save_file
 from torch.optim import Optimizer
 
 from gradscope.encoders.dual import DualEncoder
-
-#: Size of CLIP's stock vocabulary: its merges need no copy.
-STOCK_VOCABULARY = 49408
 
 
 def save(folder: Path, encoder: DualEncoder, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -52,10 +49,7 @@ def save_encoder(folder: Path, encoder: DualEncoder) -> None:
     (folder / "open_clip_config.json").write_text(json.dumps(encoder.config, indent=2) + "\n", encoding="utf-8")
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.model.state_dict().items()}
     save_file(state, folder / "open_clip_model.safetensors")
-    if encoder.tokenizer.vocab_size != STOCK_VOCABULARY:
-        merges = "\n".join(" ".join(pair) for pair in encoder.tokenizer.bpe_ranks)
-        with gzip.GzipFile(folder / "bpe.txt.gz", "wb", mtime=0) as file:
-            file.write(f"merges of this encoder's tokenizer\n{merges}".encode())
+    encoder.tokenizer.save(folder)
 
 
 def load(folder: Path, encoder: DualEncoder, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:

@@ -55,7 +55,7 @@ def caption_of(tokens: int, encoder: DualEncoder, random: Random) -> str:
 def test_end_of_text_is_kept_at_every_length(encoder):
     seed = secrets.randbits(32)
     random = Random(seed)
-    context, end = encoder.context, encoder.tokenizer.eot_token_id
+    context, end = encoder.context, encoder.tokenizer.suffix[0]
     contents = [0, 1, context - 3, context - 2, context - 1, context, context + 1, 3 * context]
     tokenized = encoder.tokenize([caption_of(n, encoder, random) for n in contents])
     assert tokenized.ids.shape == (len(contents), context)
@@ -64,7 +64,7 @@ def test_end_of_text_is_kept_at_every_length(encoder):
     assert tokenized.truncated() == sum(n + 2 > context for n in contents) == 4
     for row, content in zip(tokenized.ids, contents, strict=True):
         last = min(content + 2, context) - 1
-        assert row[0] == encoder.tokenizer.sot_token_id
+        assert row[0] == encoder.tokenizer.prefix[0]
         assert (row == end).nonzero().flatten().tolist() == [last], (content, seed)
         assert row.argmax() == last
         assert not row[last + 1 :].any()
@@ -75,7 +75,7 @@ def test_tokens_equal_open_clips_own(encoder):
     seed = secrets.randbits(32)
     random = Random(seed)
     captions = [" ".join(random.choice(WORDS) for _ in range(random.randint(0, 300))) for _ in range(20)]
-    assert torch.equal(encoder.tokenize(captions).ids, encoder.tokenizer(captions)), seed
+    assert torch.equal(encoder.tokenize(captions).ids, encoder.tokenizer.source(captions)), seed
 
 
 def test_long_captions_that_differ_early_embed_differently(encoder):
@@ -86,7 +86,7 @@ def test_long_captions_that_differ_early_embed_differently(encoder):
 
 def test_odd_captions(encoder):
     tokenized = encoder.tokenize(["", "   ", "\u2028", "<end_of_text>", "\U0001f600" * 200, "赤い椅子"])
-    assert (tokenized.ids == encoder.tokenizer.eot_token_id).any(1).all()
+    assert (tokenized.ids == encoder.tokenizer.suffix[0]).any(1).all()
     assert torch.isfinite(encoder.embed_texts(tokenized.ids)).all()
 
 
@@ -300,7 +300,7 @@ def test_long_clip_merges_its_two_tables(long, tmp_path):
     assert encoder.config["model_cfg"]["text_cfg"]["context_length"] == 60
     assert encoder.config["model_cfg"]["quick_gelu"] is True
     ends = encoder.tokenize([f"{word} " * 100 for word in WORDS[:3]]).ids[:, -1]
-    assert (ends == encoder.tokenizer.eot_token_id).all()
+    assert (ends == encoder.tokenizer.suffix[0]).all()
 
 
 def test_long_clip_survives_a_checkpoint(long, tmp_path):

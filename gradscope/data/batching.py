@@ -20,7 +20,8 @@ from gradscope.data.images import load_rgb
 from gradscope.types import Batch, Record
 
 if TYPE_CHECKING:
-    from gradscope.encoders.dual import DualEncoder, Tokenized
+    from gradscope.encoders.dual import DualEncoder
+    from gradscope.encoders.tokenizer import Tokenized
 
 
 def generator(*purpose: object) -> torch.Generator:

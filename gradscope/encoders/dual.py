@@ -9,28 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradscope.encoders.tokenizer import Tokenized, wrapped
 from gradscope.types import Batch, Embeddings
 
 #: FILIP's initial token scale, 1 / 0.07.
 TOKEN_SCALE = 1 / 0.07
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokenized:
-    """ids int64 [N, L], zero-padded, end-of-text kept under truncation; lengths int64 [N] before truncation."""
-
-    ids: Tensor
-    lengths: Tensor
-
-    def truncated(self) -> int:
-        return int((self.lengths > self.ids.shape[1]).sum())
 
 
 class DualEncoder(nn.Module):
@@ -38,7 +27,7 @@ class DualEncoder(nn.Module):
 
     Args:
         model: an ``open_clip`` CLIP (or CustomTextCLIP).
-        tokenizer: open_clip's ``SimpleTokenizer`` of that model.
+        tokenizer: that model's, one of `gradscope.encoders.tokenizer` or of open_clip.
         config: {"model_cfg": ..., "preprocess_cfg": ...}, enough to rebuild the model.
         name: what the user called it; written beside every number.
     """
@@ -46,14 +35,15 @@ class DualEncoder(nn.Module):
     def __init__(self, model: nn.Module, tokenizer: Any, config: Mapping[str, Any], name: str) -> None:
         super().__init__()
         self.model: Any = model.float()
-        self.tokenizer = tokenizer
+        self.tokenizer = wrapped(tokenizer)
         self.config = config
         self.name = name
         self.token_log_scale: nn.Parameter | None = None
 
     @property
     def context(self) -> int:
-        return int(self.model.context_length)
+        """Tokens of a row of ids, start and end included."""
+        return self.tokenizer.context
 
     @property
     def longest_sequence(self) -> int:
@@ -85,15 +75,7 @@ class DualEncoder(nn.Module):
 
     def tokenize(self, captions: Sequence[str]) -> Tokenized:
         """Captions -> ids and true lengths. The last kept token of a caption that is too long is end-of-text."""
-        start, end = self.tokenizer.sot_token_id, self.tokenizer.eot_token_id
-        ids = torch.zeros(len(captions), self.context, dtype=torch.int64)
-        lengths = torch.empty(len(captions), dtype=torch.int64)
-        for row, caption in enumerate(captions):
-            tokens = [start, *self.tokenizer.encode(caption), end]
-            lengths[row] = len(tokens)
-            kept = tokens if len(tokens) <= self.context else [*tokens[: self.context - 1], end]
-            ids[row, : len(kept)] = torch.tensor(kept)
-        return Tokenized(ids=ids, lengths=lengths)
+        return self.tokenizer.tokenize(captions)
 
     def preprocess(self) -> Any:
         """PIL RGB image -> float32 [3, H, W], open_clip's evaluation transform of this model."""
@@ -146,8 +128,7 @@ class DualEncoder(nn.Module):
 
     def text_valid(self, ids: Tensor) -> Tensor:
         """bool [B, L]: words and end-of-text; start-of-text and padding are left out."""
-        position = torch.arange(ids.shape[1], device=ids.device)
-        return (position > 0) & (position <= ids.argmax(dim=1, keepdim=True))
+        return self.tokenizer.valid(ids)
 
     def _token_modules(self) -> tuple[nn.Module, nn.Module]:
         """The final norms whose outputs, projected, are the token outputs: class token first, then patches; and text states."""
