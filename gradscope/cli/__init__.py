@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from gradscope.cli.data import app as data
 from gradscope.cli.demo import demo
 from gradscope.cli.evaluate import evaluate
 from gradscope.cli.figures import figure
@@ -33,6 +34,7 @@ app.command("probe")(probe)
 app.command("caption-geometry")(caption_geometry)
 app.command("figure")(figure)
 app.command("demo")(demo)
+app.add_typer(data)
 
 
 @app.callback(invoke_without_command=True)

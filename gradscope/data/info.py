@@ -14,7 +14,8 @@ class Download:
     """One file to fetch: by HTTP(S), or from the Hugging Face hub when ``hub`` names a data-set repository.
 
     ``to`` is relative to the data set's folder; an archive is unpacked beside itself. ``sha256`` and ``size`` (bytes) are None where
-    the publisher states none; then the file is checked for being whole only.
+    the publisher states none; then the file is checked for being whole only. ``makes`` is the path (relative to the data set's
+    folder) that unpacking leaves: where it is there already, put there by hand, nothing is fetched.
     """
 
     to: str
@@ -24,6 +25,7 @@ class Download:
     sha256: str | None = None
     size: int | None = None
     unpack: bool = False
+    makes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class DataInfo:
     """The facts that ``gradscope data info`` shows and that messages about missing files are made of.
 
     Args:
-        layout: lines "path  what it is", relative to the data set's folder, that must be on disk.
+        layout: lines "path  what it is" (two spaces), relative to the data set's folder, that must be on disk; a path may hold *.
+            A line without two spaces is a remark.
         how: one sentence that says how to get what ``downloads`` cannot fetch; "" if they fetch everything.
         counts: published number of records by split.
         default_split: what evaluation and geometry use when no split is named.
@@ -46,6 +49,38 @@ class DataInfo:
     counts: Mapping[str, int] = field(default_factory=dict)
     default_split: str = "test"
     downloads: tuple[Download, ...] = ()
+
+    def paths(self) -> list[str]:
+        """The paths of ``layout``."""
+        return [line.split("  ")[0] for line in self.layout if "  " in line]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDisk:
+    """Where a data set was found and which paths of its layout are there. ``folder`` is None where nothing of it was found."""
+
+    folder: Path | None
+    present: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def state(self) -> str:
+        return "no" if self.folder is None else "partly" if self.missing else "yes"
+
+
+def on_disk(name: str, info: DataInfo, given: Path | None = None) -> OnDisk:
+    """The most complete of the folders in which ``data_set_folder`` looks. A folder not called ``name`` counts only if whole.
+
+    How it can mislead: paths are looked for, not opened; ``gradscope data check`` reads them.
+    """
+    best = OnDisk(folder=None, present=(), missing=tuple(info.paths()))
+    for root in data_folders(given):
+        for folder in (root / name, root):
+            present = tuple(path for path in info.paths() if next(folder.glob(path), None) is not None)
+            missing = tuple(path for path in info.paths() if path not in present)
+            if len(present) > len(best.present) and (not missing or folder != root):
+                best = OnDisk(folder=folder, present=present, missing=missing)
+    return best
 
 
 def data_set_folder(name: str, given: str, markers: tuple[str, ...], info: DataInfo) -> Path:
