@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradscope.cli.data_check import check
+
 if TYPE_CHECKING:
     from gradscope.data.fetch import Fetched, Piece
     from gradscope.data.info import DataInfo
@@ -25,6 +27,8 @@ DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder with data, before $GRADSCOPE_DATA and the cache.", show_default=False)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON on stdout.")]
+
+app.command("check")(check)
 
 
 @app.command("list")

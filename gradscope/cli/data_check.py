@@ -1,0 +1,248 @@
+"""`gradscope data check`: parse, call one function, print. Exit code 0: clean, 1: something would change a result, 2: bad input."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gradscope.data.check import Checked, Tokenize
+    from gradscope.data.check_sets import Piece, Report
+    from gradscope.data.source import DataSource
+
+_CONTEXTS = (77, 248)
+_SHOWN = 10
+_SHOWN_GROUPS = 3
+_DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
+
+
+def check(
+    data: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A registered data set, or a file or folder.", show_default=False)],
+    split: Annotated[list[str] | None, typer.Option(help="A split; repeat for several. Default: all.", show_default=False)] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:SPLIT]", help="Data to look for the records in; repeat.", show_default=False),
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="Whose tokens are counted. Default: CLIP's byte pairs, no weights needed.", show_default=False)
+    ] = None,
+    captions_only: Annotated[bool, typer.Option("--captions-only", help="Leave the pictures alone.")] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data sets.", show_default=False)] = None,
+    image_key: Annotated[str, typer.Option(help="Column of pictures in a file of your own.", show_default=False)] = "",
+    caption_key: Annotated[str, typer.Option(help="Column of captions.", show_default=False)] = "",
+    image_root: Annotated[str, typer.Option(help="Folder that picture paths are relative to.", show_default=False)] = "",
+    encoding: Annotated[str, typer.Option(help="Text encoding of a file of your own.", show_default=False)] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.", show_default=False)] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Threads that read pictures.")] = _DEFAULT_WORKERS,
+) -> None:
+    """Look for missing, unreadable and repeated pictures and captions, cut captions, and overlap between splits and sets.
+
+    Example: gradscope data check my/folder --against docci:train --json check.json
+    """
+    import json
+
+    from gradscope.console import out, progress
+    from gradscope.data.check_sets import check_data, read_piece
+    from gradscope.data.source import open_data
+
+    settings = {"image_key": image_key, "caption_key": caption_key, "image_root": image_root, "encoding": encoding}
+    source = open_data(data, **_folder(data, data_dir), **{key: value for key, value in settings.items() if value})
+    pieces = [read_piece(source, name) for name in split or source.splits()]
+    others = [piece for name in against or [] for piece in _against(name, data_dir)]
+    tokenize, context, tokens_of = _tokenizer(encoder)
+    report = check_data(
+        data,
+        pieces,
+        against=others,
+        tokenize=tokenize,
+        contexts=sorted({*_CONTEXTS, context}),
+        pictures=not captions_only,
+        workers=workers,
+        progress=progress,
+    )
+    for table in _tables(report, tokens_of):
+        out.print(table)
+        out.print()
+    for line in _lines(report):
+        out.print(line, soft_wrap=True)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"tokens_of": tokens_of, **report.as_dict()}, ensure_ascii=False, indent=1)
+        json_file.write_text(text + "\n", encoding="utf-8")
+        out.print(f"wrote {json_file}", soft_wrap=True)
+    if report.findings():
+        raise typer.Exit(1)
+
+
+def _folder(name: str, data_dir: Path | None) -> dict[str, str]:
+    """--data-dir is for registered data sets; a path says where it is by itself."""
+    from gradscope.data import data_sets
+
+    return {"folder": str(data_dir)} if data_dir is not None and name in data_sets else {}
+
+
+def _against(name: str, data_dir: Path | None) -> list[Piece]:
+    """NAME[:SPLIT] -> its splits; a path may hold a colon of its own."""
+    from gradscope.data import data_sets
+    from gradscope.data.check_sets import read_piece
+    from gradscope.data.source import open_data
+
+    split = ""
+    if name not in data_sets and not Path(name).expanduser().exists() and ":" in name:
+        name, _, split = name.rpartition(":")
+    source: DataSource = open_data(name, **_folder(name, data_dir))
+    return [read_piece(source, part, label=f"{name}:{part}") for part in ([split] if split else source.splits())]
+
+
+def _tokenizer(name: str | None) -> tuple[Tokenize, int, str]:
+    """(texts -> token lengths, context length, what it is called)."""
+    tokenizer: Any
+    if name is None:
+        from gradscope.encoders.tokenizer import make_tokenizer
+
+        tokenizer, called = make_tokenizer({"text_cfg": {}}), "CLIP's byte pairs"
+    else:
+        from gradscope.encoders.load import load_encoder
+
+        tokenizer, called = load_encoder(name), name
+
+    def lengths(texts: Sequence[str]) -> list[int]:
+        found: list[int] = tokenizer.tokenize(texts).lengths.tolist()
+        return found
+
+    return lengths, int(tokenizer.context), called
+
+
+# ---- tables
+
+
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _tables(report: Report, tokens_of: str) -> list[Table]:
+    found = report.splits
+    heads = [checked.split for checked in found]
+    tables = [_table(f"Records of {report.name}", heads, _records(found)), _table(f"Tokens ({tokens_of})", heads, _tokens(found))]
+    if any(checked.pictures is not None and checked.pictures.decoded for checked in found):
+        tables.append(_table("Pictures", heads, _pictures(found)))
+    if report.overlaps:
+        rows = [
+            [
+                f"{o.evaluated} in {o.trained}",
+                *(f"{o.counts[key]:,}" for key in ("id", "file", "content", "caption", "any")),
+                f"{o.records:,}",
+            ]
+            for o in report.overlaps
+        ]
+        tables.append(_table("Overlap", ["id", "file", "content", "caption", "any", "of"], rows))
+    return tables
+
+
+def _records(found: Sequence[Checked]) -> list[list[str]]:
+    kinds = {
+        "id": "repeated ids",
+        "path": "repeated pictures: path",
+        "content": "repeated pictures: content",
+        "caption": "repeated captions: word for word",
+        "caption_normalised": "repeated captions: normalised",
+    }
+    rows = [
+        ["records", *(f"{c.records:,}" for c in found)],
+        ["captions", *(f"{c.captions:,}" for c in found)],
+        ["captions per record", *(_range(c.captions_per_record) for c in found)],
+        ["records with an empty caption", *(f"{len(c.empty):,}" for c in found)],
+    ]
+    if any(c.pictures is not None for c in found):
+        rows.append(["pictures listed", *(f"{c.pictures.listed:,}" if c.pictures else "" for c in found)])
+        rows.append(["missing", *(f"{len(c.pictures.missing):,}" if c.pictures else "" for c in found)])
+        rows.append(["unreadable", *(f"{len(c.pictures.unreadable):,}" if c.pictures else "" for c in found)])
+    surplus = [c.duplicates.surplus() for c in found]
+    return rows + [[label, *(f"{s[kind]:,}" for s in surplus)] for kind, label in kinds.items()]
+
+
+def _range(counts: Any) -> str:
+    numbers = sorted(counts)
+    return "" if not numbers else f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _tokens(found: Sequence[Checked]) -> list[list[str]]:
+    from gradscope.data.check import QUANTILES
+
+    rows = [[level, *(f"{c.lengths.quantiles[level]:,}" for c in found)] for level in QUANTILES]
+    for context in found[0].lengths.longer if found else ():
+        cells = [f"{c.lengths.longer[context]:,} ({c.lengths.longer[context] / max(1, c.lengths.captions):.1%})" for c in found]
+        rows.append([f"cut at {context}", *cells])
+    return rows
+
+
+def _pictures(found: Sequence[Checked]) -> list[list[str]]:
+    pictures = [c.pictures for c in found]
+    assert all(p is not None for p in pictures)
+    sides = ("shorter side", "longer side")
+    rows = [["decoded", *(f"{p.decoded:,}" for p in pictures if p)]]
+    rows += [[f"{side}: min, median, max", *(_three(p.sides.get(side)) for p in pictures if p)] for side in sides]
+    modes = dict.fromkeys(mode for p in pictures if p for mode in p.modes)
+    rows += [[f"mode {mode}", *(f"{p.modes.get(mode, 0):,}" for p in pictures if p)] for mode in modes]
+    rows.append(["orientation to apply", *(f"{p.rotated:,}" for p in pictures if p)])
+    rows.append(["animated (first frame is used)", *(f"{p.animated:,}" for p in pictures if p)])
+    rows.append(["transparency (put on white)", *(f"{p.alpha:,}" for p in pictures if p)])
+    return rows
+
+
+def _three(sides: tuple[int, int, int] | None) -> str:
+    return "" if sides is None else " ".join(f"{side:,}" for side in sides)
+
+
+# ---- lines
+
+
+def _lines(report: Report) -> list[str]:
+    lines: list[str] = []
+    for checked in report.splits:
+        lines += [f"{checked.split}: {note}" for note in checked.notes]
+        lines += _names(checked)
+    findings = report.findings()
+    lines += [f"finding: {said}" for said in findings]
+    return lines if findings else [*lines, "nothing found that would change a result"]
+
+
+def _names(checked: Checked) -> list[str]:
+    """The first few of everything that has a name."""
+    lines = []
+    pictures = checked.pictures
+    if pictures is not None and pictures.missing:
+        if len(pictures.missing) == pictures.listed:
+            lines.append(f"{checked.split}: no picture is on disk (looked for {pictures.missing[0]}, ...); only captions were checked")
+        else:
+            named = [f"{p} (there is {Path(pictures.other_case[p]).name})" if p in pictures.other_case else p for p in pictures.missing]
+            lines.append(f"{checked.split}: missing {_first(named)}")
+    if pictures is not None and pictures.unreadable:
+        lines += [f"{checked.split}: {reason}" for reason in list(pictures.unreadable.values())[:_SHOWN]]
+    if checked.empty:
+        lines.append(f"{checked.split}: empty captions in {_first(checked.empty)}")
+    duplicates = vars(checked.duplicates)
+    for kind, what in {"path": "picture file", "content": "picture content", "caption_normalised": "caption"}.items():
+        lines += [f"{checked.split}: one {what} in {_first(group)}" for group in duplicates[kind][:_SHOWN_GROUPS]]
+    longest = [f"{identity} ({tokens:,})" for identity, tokens in checked.lengths.longest[:_SHOWN_GROUPS]]
+    if longest:
+        lines.append(f"{checked.split}: longest captions {', '.join(longest)}")
+    return lines
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,96 @@
+"""What a picture file is, found by decoding it: mode, sides, orientation, frames, transparency, or why it cannot be read.
+
+Sides are those of the stored picture, before its orientation is applied. A picture counts as readable if the decode path of training
+(``gradscope.data.images.load_rgb``) reads all of it: a file cut short has a perfect header.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from PIL import Image
+
+from gradscope.data.images import load_rgb
+
+_ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureFacts:
+    """``reason`` says why the picture cannot be read, "" if it can; then the rest holds. Sides in pixels."""
+
+    reason: str = ""
+    mode: str = ""
+    width: int = 0
+    height: int = 0
+    rotated: bool = False
+    animated: bool = False
+    alpha: bool = False
+
+
+def picture_facts(path: str) -> PictureFacts:
+    """Decodes one file; never raises for what is wrong with it."""
+    try:
+        load_rgb(path)
+        with Image.open(path) as opened:
+            return PictureFacts(
+                mode=opened.mode,
+                width=opened.width,
+                height=opened.height,
+                rotated=_orientation(opened) not in (0, 1),
+                animated=bool(getattr(opened, "is_animated", False)),
+                alpha=opened.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in opened.info,
+            )
+    except (ValueError, OSError, SyntaxError) as error:
+        return PictureFacts(reason=str(error))
+
+
+def _orientation(opened: Image.Image) -> int:
+    try:
+        value = opened.getexif().get(_ORIENTATION, 1)
+    except (ValueError, OSError, SyntaxError):  # damaged tags are ignored by the decode path too
+        return 1
+    return value if value in range(1, 9) else 1
+
+
+def all_picture_facts(paths: Sequence[str], *, workers: int, advance: Callable[[int, int], None] | None = None) -> list[PictureFacts]:
+    """The facts of each path, decoded by ``workers`` threads (decoding runs outside the interpreter's lock)."""
+    found = []
+    with warnings.catch_warnings(), ThreadPoolExecutor(max(1, workers)) as pool:
+        warnings.simplefilter("ignore")  # Pillow warns of what is counted here
+        for facts in pool.map(picture_facts, paths):
+            found.append(facts)
+            if advance:
+                advance(len(found), len(paths))
+    return found
+
+
+def other_case(path: str) -> str | None:
+    """The file that ``path`` would be if case did not count; None if there is none."""
+    missing = Path(path)
+    tail: list[str] = []
+    while not missing.is_dir():
+        if missing == missing.parent:
+            return None
+        tail.append(missing.name)
+        missing = missing.parent
+    for name in reversed(tail):
+        found = _listing(missing).get(name.casefold())
+        if found is None:
+            return None
+        missing = missing / found
+    return str(missing) if missing.is_file() else None
+
+
+@lru_cache(maxsize=256)
+def _listing(folder: Path) -> dict[str, str]:
+    """Names in a folder by their form without case."""
+    try:
+        return {entry.name.casefold(): entry.name for entry in folder.iterdir()}
+    except OSError:
+        return {}
