@@ -1,52 +1,87 @@
 """Embed a split and score it: retrieval in both directions over the whole gallery.
 
-Evaluation mode, no gradient, fp32 logits; mode, gradient setting and random state are as before afterwards. Nothing here knows an
-objective: the same weights give the same bytes whatever they were trained with.
+Evaluation mode, no gradient, fp32 towers, float64 scores; mode, gradient setting and random state are as before afterwards. Nothing
+here knows an objective: the same weights give the same bytes whatever they were trained with.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from gradscope.data.batching import Pixels
+from gradscope.data.batching import Pixels, decoded
+from gradscope.data.pixels import pixel_path
+from gradscope.data.too_long import refuse_too_long
 from gradscope.encoders.dual import DualEncoder, evaluating
+from gradscope.metrics.gallery_curve import CurvePoint, gallery_curve
+from gradscope.metrics.hardness_recall import HardnessBin, caption_hardness, hardness_recall, query_hardness
 from gradscope.metrics.recall import Retrieval, retrieval
+from gradscope.metrics.true_recall import true_recall_rows
 from gradscope.types import Record
 
 Advance = Callable[[int, int], None]
 
+PRECISION = "fp32 towers and unit rows, float64 scores"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """A split's unit rows: image [N, D], text [M, D], image_of_text [M]; truncated captions are counted."""
+    """A split's unit rows: image [N, D], text [M, D], image_of_text int64 [M]; truncated captions are counted.
+
+    ``captions`` are the strings, empty where the rows were read from a file; ``digests`` name them in any case.
+    """
 
     ids: tuple[str, ...]
     image: Tensor
     text: Tensor
     image_of_text: Tensor
     truncated: int
+    digests: tuple[str, ...]  # sha256 of each caption
+    captions: tuple[str, ...] = ()
+    context: int = 0  # tokens
+    preprocessing: str = ""
+    precision: str = PRECISION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """Beside the recalls of a gallery: R@1 by hardness, and in smaller galleries."""
+
+    hardness: list[HardnessBin]
+    curve: list[CurvePoint]
 
 
 def embed_records(
-    encoder: DualEncoder, records: Sequence[Record], *, batch_size: int = 128, workers: int = 0, advance: Advance | None = None
+    encoder: DualEncoder,
+    records: Sequence[Record],
+    *,
+    batch_size: int = 128,
+    workers: int = 0,
+    on_too_long: str = "truncate",
+    advance: Advance | None = None,
 ) -> Embedded:
-    """All images and all captions of ``records``, in order. Rows are fp32 on the encoder's device."""
+    """All images and all captions of ``records``, in order. Rows are fp32 on the encoder's device.
+
+    Raises:
+        ValueError: a picture is missing or damaged, or a caption is too long and ``on_too_long`` is "error".
+    """
     captions = [caption for record in records for caption in record.captions]
     owner = [i for i, record in enumerate(records) for _ in record.captions]
     tokenized = encoder.tokenize(captions)
+    if on_too_long == "error":
+        refuse_too_long([records[i].id for i in owner], tokenized.lengths.tolist(), encoder.context)
     distinct, row_of = _distinct(tokenized.ids)
     total, done = len(records) + len(distinct), 0
     images: list[Tensor] = []
     with evaluating(encoder):
-        # A loader draws a seed when it starts; from its own generator, so that training's random state is left alone.
-        own = torch.Generator()
-        loader = DataLoader(Pixels(records, encoder.preprocess()), batch_size=batch_size, num_workers=workers, generator=own)
-        for pixels in loader:
+        plan = [rows.tolist() for rows in torch.arange(len(records)).split(batch_size)]
+        read = pixel_path(encoder.config["preprocess_cfg"])
+        for pixels in decoded(Pixels(records, read), plan, workers=workers):
             images.append(encoder.embed_image(pixels.to(encoder.device)))
             done += len(pixels)
             if advance:
@@ -60,7 +95,19 @@ def embed_records(
         text=text,
         image_of_text=torch.tensor(owner, device=encoder.device),
         truncated=tokenized.truncated(),
+        digests=tuple(hashlib.sha256(caption.encode()).hexdigest() for caption in captions),
+        captions=tuple(captions),
+        context=encoder.context,
+        preprocessing=_preprocessing(encoder),
     )
+
+
+def _preprocessing(encoder: DualEncoder) -> str:
+    """The evaluation transform in words, from the encoder's configuration."""
+    config = encoder.config["preprocess_cfg"]
+    size = config.get("size", 224)
+    shown = " x ".join(map(str, size)) if isinstance(size, (list, tuple)) else f"{size} x {size}"
+    return f"pixels {shown}, {config.get('interpolation', 'bicubic')}, resize {config.get('resize_mode', 'shortest')}"
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,8 +132,43 @@ def evaluate(
     resamples: int = 2000,
     batch_size: int = 128,
     workers: int = 0,
+    on_too_long: str = "truncate",
     advance: Advance | None = None,
 ) -> tuple[Retrieval, Embedded]:
     """Embed and score. See ``gradscope.metrics.recall`` for what each number means."""
-    embedded = embed_records(encoder, records, batch_size=batch_size, workers=workers, advance=advance)
-    return retrieval(embedded.image, embedded.text, embedded.image_of_text, resamples=resamples), embedded
+    embedded = embed_records(encoder, records, batch_size=batch_size, workers=workers, on_too_long=on_too_long, advance=advance)
+    return score(embedded, resamples=resamples), embedded
+
+
+def score(embedded: Embedded, *, resamples: int = 2000) -> Retrieval:
+    """Both directions; where images have several captions, the recall of all of them too (rows "true R@k").
+
+    Raises:
+        ValueError: the rows do not form a gallery (see ``gradscope.metrics.ranks``).
+    """
+    parts = embedded.image, embedded.text, embedded.image_of_text
+    result = retrieval(*parts, resamples=resamples)
+    if len(embedded.text) == len(embedded.image):
+        return result
+    return dataclasses.replace(result, rows=[*result.rows, *true_recall_rows(*parts, resamples=resamples)])
+
+
+def details(embedded: Embedded, result: Retrieval) -> Details:
+    """R@1 by hardness and by gallery size, with the result's own resamples."""
+    hardness = caption_hardness(embedded.text, embedded.image_of_text)
+    both = (result.i2t, result.t2i)
+    bins = [
+        hardness_recall(counts, query_hardness(counts, hardness, embedded.image_of_text), resamples=result.resamples) for counts in both
+    ]
+    curves = [gallery_curve(counts, resamples=result.resamples) for counts in both]
+    return Details(hardness=[b for part in bins for b in part], curve=[point for part in curves for point in part])
+
+
+def memory_note(n_images: int, n_captions: int, width: int, block: int = 1024) -> str:
+    """What scoring takes, in words, before it starts."""
+    tiles, rows = 4 * 8 * block * block, 4 * width * (n_images + n_captions)
+    whole = 8 * n_images * n_captions
+    return (
+        f"scoring {n_images:,} x {n_captions:,} in tiles: about {(tiles + rows) / 2**20:,.0f} MiB with the embeddings "
+        f"(the whole matrix would take {whole / 2**30:,.1f} GiB)"
+    )

@@ -15,15 +15,19 @@ ROOT = Path(gradscope.__file__).parent
 
 #: The layer of each folder or top-level file; a file may import its own layer and those below.
 LAYERS = {
-    0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file"],
+    0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file", "protocol"],
     1: ["objectives", "metrics", "data"],
     2: ["quantities", "encoders", "frameworks", "recipe"],
-    3: ["probe", "optim", "checkpoint", "cached", "resume"],
+    3: ["probe", "optim", "checkpoint", "cached", "resume", "run_checkpoints"],
     4: [
         "train",
         "train_display",
         "evaluate",
         "evaluation_file",
+        "embeddings_file",
+        "compare",
+        "contamination",
+        "gallery",
         "start_widths",
         "probe_checkpoints",
         "sweep",
@@ -48,6 +52,7 @@ LIGHT = [
     "gradscope.paths",
     "gradscope.verdict",
     "gradscope.geometry_file",
+    "gradscope.protocol",
     "gradscope.metrics.crossing",
     "gradscope.cli",
 ]

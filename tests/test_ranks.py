@@ -176,6 +176,7 @@ def test_many_ties_are_quick_and_exact() -> None:
         ties=torch.full((5000,), 4996),
         positives=torch.ones(5000, dtype=torch.int64),
         image=torch.arange(5000),
+        negatives=torch.full((5000,), 4999),
         n_candidates=5000,
         non_finite=0,
     )

@@ -38,6 +38,7 @@ class Ranks:
     ties: Tensor  # int64 [Q]
     positives: Tensor  # int64 [Q], at least 1
     image: Tensor  # int64 [Q], the image a query is, or belongs to
+    negatives: Tensor  # int64 [Q], candidates that are not positives of the query
     n_candidates: int
     non_finite: int
 
@@ -64,11 +65,11 @@ def ranks(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int = 
     Raises:
         ValueError: if the shapes do not fit, or an image has no caption.
     """
-    _check(images, texts, image_of_text)
+    check_gallery(images, texts, image_of_text)
     if images.device.type == "mps":  # has no float64
         images, texts = images.cpu(), texts.cpu()
     image_of_text = image_of_text.to(images.device)
-    good_image, good_text = _finite_rows(images), _finite_rows(texts)
+    good_image, good_text = finite_rows(images), finite_rows(texts)
     positive = _positive_scores(images, texts, image_of_text, block)  # [M]
     positive[~(good_text & good_image[image_of_text])] = -torch.inf
     best = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=images.device)
@@ -79,7 +80,7 @@ def ranks(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int = 
     for i in range(0, len(images), block):
         for j in range(0, len(texts), block):
             rows, columns = slice(i, i + block), slice(j, j + block)
-            tile = _finite(images[rows]) @ _finite(texts[columns]).T  # [rows, columns]
+            tile = finite(images[rows]) @ finite(texts[columns]).T  # [rows, columns]
             tile.masked_fill_(~good_image[rows, None], -torch.inf)
             tile.masked_fill_(~good_text[columns], -torch.inf)
             _leave_out_positives(tile, image_of_text[columns] - i)
@@ -96,7 +97,8 @@ def ranks(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int = 
     )
 
 
-def _check(images: Tensor, texts: Tensor, image_of_text: Tensor) -> None:
+def check_gallery(images: Tensor, texts: Tensor, image_of_text: Tensor) -> None:
+    """Raises ValueError unless images [N, D], texts [M, D] and image_of_text int64 [M] belong together."""
     if images.ndim != 2 or texts.ndim != 2 or images.shape[1] != texts.shape[1] or not len(images) or not len(texts):
         shapes = f"{list(images.shape)} and {list(texts.shape)}"
         raise ValueError(f"image and text rows have shapes {shapes}; give [N, D] and [M, D] with N, M > 0 and one D.")
@@ -110,19 +112,19 @@ def _check(images: Tensor, texts: Tensor, image_of_text: Tensor) -> None:
         raise ValueError(f"{lonely} of {len(images)} images have no caption; leave them out, or give each at least one.")
 
 
-def _finite_rows(rows: Tensor) -> Tensor:
+def finite_rows(rows: Tensor) -> Tensor:
     """bool [N]: rows whose squared norm is finite, so that no product of two such rows can overflow."""
     return torch.isfinite(torch.linalg.vector_norm(rows.float(), dim=1).square())
 
 
-def _finite(rows: Tensor) -> Tensor:
+def finite(rows: Tensor) -> Tensor:
     """Rows in float64 with non-finite rows zeroed, which keeps NaN out of their neighbours' products."""
-    return torch.where(_finite_rows(rows)[:, None], rows.double(), 0.0)
+    return torch.where(finite_rows(rows)[:, None], rows.double(), 0.0)
 
 
 def _positive_scores(images: Tensor, texts: Tensor, image_of_text: Tensor, block: int) -> Tensor:
     parts = [
-        (_finite(images[own]) * _finite(rows)).sum(1) for rows, own in zip(texts.split(block), image_of_text.split(block), strict=True)
+        (finite(images[own]) * finite(rows)).sum(1) for rows, own in zip(texts.split(block), image_of_text.split(block), strict=True)
     ]
     return torch.cat(parts)  # float64 [M]
 
@@ -150,6 +152,7 @@ def _result(
         ties=torch.where(lost, 0, reached - greater).cpu(),
         positives=torch.where(lost, 1, positives).cpu(),
         image=image.cpu(),
+        negatives=negatives.cpu(),
         n_candidates=n_candidates,
         non_finite=int(lost.sum()),
     )

@@ -120,9 +120,14 @@ def expected_reciprocal_rank(counts: Ranks) -> Array:
 
 
 def _reciprocal(greater: int, ties: int, positives: int) -> float:
+    return float((waiting_chances(ties, positives) / (greater + np.arange(1, ties + 2))).sum())
+
+
+def waiting_chances(ties: int, positives: int) -> Array:
+    """[ties + 1]: the chance that exactly m tied negatives stand ahead of the first positive, for m = 0 ... ties."""
     places = np.arange(ties + 2)  # 0 ... ties + 1
     waiting = _still_waiting(places, np.full_like(places, ties), np.full_like(places, positives))
-    return float(((waiting[:-1] - waiting[1:]) / (greater + places[1:])).sum())
+    return waiting[:-1] - waiting[1:]
 
 
 def _still_waiting(places: NDArray[np.int64], ties: NDArray[np.int64], positives: NDArray[np.int64]) -> Array:
