@@ -2,7 +2,7 @@
 
     level      two items are the same when                             how it misleads
     id         their data set has one name, their ids are equal, and   a data set opened under two names is not recognised
-               neither file name nor file size speaks against it
+               no file name, size or digest speaks against it
     file       base names (without case) and file sizes are equal      a re-saved copy has another size
     content    the digests of their files are equal                    a resized, re-encoded or re-tagged copy is another file
     caption    any two of their captions are equal after NFKC, case    a general caption ("a dog") fits two pictures; a corrected
@@ -179,6 +179,6 @@ def load_items(path: str | Path) -> ItemTable:
             found = {field.name: stored[field.name] for field in fields(ItemTable)}
     except FileNotFoundError as error:
         raise ValueError(f"the table of training items '{path}' does not exist; it is written when a run starts") from error
-    except (OSError, KeyError, ValueError) as error:
+    except Exception as error:  # a damaged file can make numpy and zipfile raise nearly anything
         raise ValueError(f"'{path}' is not a table of training items ({error}); restore it, or train again") from error
     return ItemTable(**{**found, "source": str(found["source"]), "contents": str(found["contents"])})

@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from PIL import Image
-
-from gradscope.data.images import load_rgb
-
-_ORIENTATION = 0x0112
+from gradscope.data.images import load_rgb, opened, orientation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +33,24 @@ def picture_facts(path: str) -> PictureFacts:
     """Decodes one file; never raises for what is wrong with it."""
     try:
         load_rgb(path)
-        with Image.open(path) as opened:
+        with opened(path) as image:
             return PictureFacts(
-                mode=opened.mode,
-                width=opened.width,
-                height=opened.height,
-                rotated=_orientation(opened) not in (0, 1),
-                animated=bool(getattr(opened, "is_animated", False)),
-                alpha=opened.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in opened.info,
+                mode=image.mode,
+                width=image.width,
+                height=image.height,
+                rotated=orientation(image) != 1,
+                animated=bool(getattr(image, "is_animated", False)),
+                alpha=image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info,
             )
-    except (ValueError, OSError, SyntaxError) as error:
+    except ValueError as error:
         return PictureFacts(reason=str(error))
-
-
-def _orientation(opened: Image.Image) -> int:
-    try:
-        value = opened.getexif().get(_ORIENTATION, 1)
-    except (ValueError, OSError, SyntaxError):  # damaged tags are ignored by the decode path too
-        return 1
-    return value if value in range(1, 9) else 1
 
 
 def all_picture_facts(paths: Sequence[str], *, workers: int, advance: Callable[[int, int], None] | None = None) -> list[PictureFacts]:
     """The facts of each path, decoded by ``workers`` threads (decoding runs outside the interpreter's lock)."""
     found = []
     with warnings.catch_warnings(), ThreadPoolExecutor(max(1, workers)) as pool:
-        warnings.simplefilter("ignore")  # Pillow warns of what is counted here
+        warnings.simplefilter("ignore")  # what Pillow warns of is counted here; filters set by threads would outlive them
         for facts in pool.map(picture_facts, paths):
             found.append(facts)
             if advance:
