@@ -62,6 +62,7 @@ def embed_records(
     *,
     batch_size: int = 128,
     workers: int = 0,
+    decode: str = "fast",
     on_too_long: str = "truncate",
     advance: Advance | None = None,
 ) -> Embedded:
@@ -80,7 +81,7 @@ def embed_records(
     images: list[Tensor] = []
     with evaluating(encoder):
         plan = [rows.tolist() for rows in torch.arange(len(records)).split(batch_size)]
-        read = pixel_path(encoder.config["preprocess_cfg"])
+        read = pixel_path(encoder.config["preprocess_cfg"], decode)
         for pixels in decoded(Pixels(records, read), plan, workers=workers):
             images.append(encoder.embed_image(pixels.to(encoder.device)))
             done += len(pixels)
@@ -98,16 +99,14 @@ def embed_records(
         digests=tuple(hashlib.sha256(caption.encode()).hexdigest() for caption in captions),
         captions=tuple(captions),
         context=encoder.context,
-        preprocessing=_preprocessing(encoder),
+        preprocessing=_preprocessing(encoder, decode),
     )
 
 
-def _preprocessing(encoder: DualEncoder) -> str:
-    """The evaluation transform in words, from the encoder's configuration."""
-    config = encoder.config["preprocess_cfg"]
-    size = config.get("size", 224)
-    shown = " x ".join(map(str, size)) if isinstance(size, (list, tuple)) else f"{size} x {size}"
-    return f"pixels {shown}, {config.get('interpolation', 'bicubic')}, resize {config.get('resize_mode', 'shortest')}"
+def _preprocessing(encoder: DualEncoder, decode: str) -> str:
+    """The way from file to tensor in words."""
+    path = pixel_path(encoder.config["preprocess_cfg"], decode)
+    return f"pixels {path.size[0]} x {path.size[1]}, {path.interpolation}, resize {path.resize_mode}, decode {decode}"
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,11 +131,14 @@ def evaluate(
     resamples: int = 2000,
     batch_size: int = 128,
     workers: int = 0,
+    decode: str = "fast",
     on_too_long: str = "truncate",
     advance: Advance | None = None,
 ) -> tuple[Retrieval, Embedded]:
     """Embed and score. See ``gradscope.metrics.recall`` for what each number means."""
-    embedded = embed_records(encoder, records, batch_size=batch_size, workers=workers, on_too_long=on_too_long, advance=advance)
+    embedded = embed_records(
+        encoder, records, batch_size=batch_size, workers=workers, decode=decode, on_too_long=on_too_long, advance=advance
+    )
     return score(embedded, resamples=resamples), embedded
 
 

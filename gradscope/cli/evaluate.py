@@ -136,7 +136,13 @@ def embed(name: str, gallery: Gallery, settings: Data, *, batch_size: int, worke
         console.print(memory_note(images, captions, int(model.config["model_cfg"].get("embed_dim", 512))))
     with cpu_speed(place, model.longest_sequence), progress("embedding") as advance:
         return embed_records(
-            model, gallery.records, batch_size=batch_size, workers=workers, on_too_long=settings.on_too_long, advance=advance
+            model,
+            gallery.records,
+            batch_size=batch_size,
+            workers=workers,
+            decode=settings.decode,
+            on_too_long=settings.on_too_long,
+            advance=advance,
         )
 
 
