@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.data.captions import NAMED, read_captions
+from gradscope.data.captions import read_captions
 
 TWO = ["café", "赤い椅子"]
 PAIRS = list(zip(["x.jpg", "y.jpg"], TWO, strict=True))
@@ -35,7 +35,7 @@ def write(folder: Path, name: str, content: str | bytes) -> str:
 def test_formats(tmp_path: Path, name: str, content: str) -> None:
     found = read_captions(write(tmp_path, name, content))
     assert list(found.texts) == TWO
-    assert found.ids == ("x.jpg", "y.jpg")
+    assert found.ids == (("x.jpg", "y.jpg") if "id" in content.casefold() else ("x", "y"))  # an id column, or stems
     assert (found.name, found.n_rows, found.n_empty, len(found.sha256)) == ("a", 2, 0, 64)
 
 
@@ -87,8 +87,9 @@ def test_empty_captions_are_dropped_and_counted(tmp_path: Path) -> None:
 def test_further_captions_and_repeated_ids_are_counted(tmp_path: Path) -> None:
     rows = [{"id": 7, "captions": ["a", "b", "c"]}, {"id": 7, "captions": ["d"]}, {"id": 8, "captions": []}]
     found = read_captions(write(tmp_path, "a.json", json.dumps(rows)))
-    assert found.texts == ("a", "d")
-    assert (found.n_further, found.n_repeated_ids, found.n_empty) == (2, 1, 1)
+    assert found.texts == ("a",)
+    assert (found.n_rows, found.n_further, found.n_repeated_ids, found.n_empty) == (3, 3, 1, 1)
+    assert any("2 rows joined into 1 records" in note for note in found.notes)
 
 
 def test_quotes_new_lines_and_long_captions(tmp_path: Path) -> None:
@@ -122,11 +123,14 @@ def test_caption_key(tmp_path: Path) -> None:
         ("a.csv", "id,caption\n1,a,b\n", "line 2: 3 fields, but the header has 2"),
         ("a.csv", 'id,caption\n1,"open\n2,x\n', "unpaired quote"),
         ("a.csv", "id,caption\n", "holds no records"),
-        ("a.csv", "", "no column"),
+        ("a.csv", "", "has no header"),
+        ("a.csv", "id,Caption,caption\n1,a,b\n", "two columns have the same name"),
+        ("a.jsonl", '{"caption": "x"}\n{"text": "y"}\n', "line 2: no key 'caption', which other records have, but 'text'"),
         ("a.txt", "", "holds no records"),
         ("a.txt", " \n\n", "all 2 captions are empty"),
         ("a.json", "[]", "holds no records"),
-        ("a.parquet", "x", "no caption format"),
+        ("a.parquet", "x", "cannot be read as Parquet"),
+        ("a.doc", "x", "no caption format"),
     ],
 )
 def test_wrong_files_are_refused_in_one_sentence(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -138,12 +142,25 @@ def test_wrong_files_are_refused_in_one_sentence(tmp_path: Path, name: str, cont
 def test_names_paths_and_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Did you mean 'docci'"):
         read_captions("doci")
-    with pytest.raises(ValueError, match=r"no file 'missing\.json'"):
+    with pytest.raises(ValueError, match=r"no file or folder 'missing\.json'"):
         read_captions("missing.json")
-    with pytest.raises(ValueError, match="is a folder"):
+    with pytest.raises(ValueError, match=r"has neither train\.jsonl .*it holds nothing"):
         read_captions(str(tmp_path))
-    with pytest.raises(ValueError, match="plain text without keys"):
+    with pytest.raises(ValueError, match="holds strings without keys"):
         read_captions(write(tmp_path, "a.txt", "x\n"), caption_key="caption")
+    with pytest.raises(ValueError, match="belongs to files of your own"):
+        read_captions("docci", caption_key="caption")
+
+
+def test_splits_of_a_file_are_chosen_not_mixed(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "id,split,caption\n1,train,one\n2,test,two\n3,dev,three\n")
+    assert (read_captions(path).texts, read_captions(path).split) == (("two",), "test")
+    assert read_captions(path, split="train+val").texts == ("one", "three")
+    with pytest.raises(ValueError, match="no split 'qual'; name one of train, test, val"):
+        read_captions(path, split="qual")
+    path = write(tmp_path, "b.csv", "id,split,caption\n1,train,one\n2,more,two\n")
+    with pytest.raises(ValueError, match="no split 'test'; name one of train, more with --split"):
+        read_captions(path)
 
 
 def test_a_named_set_is_looked_for_then_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +168,20 @@ def test_a_named_set_is_looked_for_then_explained(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("GRADSCOPE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ValueError) as caught:
         read_captions("docci", data_dir=tmp_path / "given")
-    for part in ("given", "env", str(Path("cache", "data")), *NAMED["docci"].files, "google.github.io"):
+    for part in ("given", "env", str(Path("cache", "data")), "docci_descriptions.jsonlines", "data fetch docci"):
         assert part in str(caught.value)
     (tmp_path / "env" / "docci").mkdir(parents=True)
     splits = ["train", "test", "qual_dev", "qual_test"]
     lines = [json.dumps({"example_id": f"{s}_0", "split": s, "image_file": "i.jpg", "description": f"a {s}"}) for s in splits]
     write(tmp_path / "env" / "docci", "docci_descriptions.jsonlines", "\n".join(lines))
+    with pytest.raises(ValueError, match=r"gives the picture .*i\.jpg' to 2 records"):
+        read_captions("docci")
+    write(
+        tmp_path / "env" / "docci",
+        "docci_descriptions.jsonlines",
+        "\n".join(line.replace("i.jpg", f"{n}.jpg") for n, line in enumerate(lines)),
+    )
     found = read_captions("docci")
     assert (found.name, found.texts, found.ids) == ("docci", ("a test", "a qual_test"), ("test_0", "qual_test_0"))
+    assert read_captions("docci", split="train").texts == ("a train",)
+    assert any("published are 5,000" in note for note in found.notes)
