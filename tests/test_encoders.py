@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from gradscope import checkpoint
 from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
-from gradscope.encoders import longclip
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.load import load_encoder, resolve_device, trained_with_quick_gelu
 from gradscope.optim import make_optimizer
@@ -146,8 +145,8 @@ def test_the_valid_mask_is_words_and_end_of_text(encoder):
 
 
 def test_the_token_term_is_refused_where_there_are_no_patches(encoder):
-    encoder.model.visual.pool_type = "avg"
-    with pytest.raises(ValueError, match=r"token term needs.*--token-weight 0"):
+    encoder.model.visual = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"image tower Identity has no token outputs.*--token-weight 0"):
         encoder.add_token_scale()
 
 
@@ -235,10 +234,10 @@ def test_unreadable_folders_say_so(small_encoder, tmp_path):
     shutil.copytree(small_encoder, folder)
     state = load_file(folder / "open_clip_model.safetensors")
     save_file({k: v for k, v in state.items() if "ln_final" not in k}, folder / "open_clip_model.safetensors")
-    with pytest.raises(ValueError, match=r"could not be loaded"):
+    with pytest.raises(ValueError, match=r"do not fit the model .*2 missing: ln_final.bias, ln_final.weight"):
         load_encoder(str(folder))
     (folder / "open_clip_model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"could not be loaded"):
+    with pytest.raises(ValueError, match=r"holds no weights file"):
         load_encoder(str(folder))
     (folder / "open_clip_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"open_clip_config.json"):
@@ -265,91 +264,7 @@ def test_devices():
             resolve_device("cuda:0")
 
 
-# ---- Long-CLIP
-
-
-@pytest.fixture
-def long(monkeypatch) -> dict[str, torch.Tensor]:
-    """A released file in small: 60 positions, two position tables, an architecture of width 24 in open_clip's list."""
-    config = {
-        "embed_dim": 16,
-        "quick_gelu": True,
-        "vision_cfg": {"image_size": 16, "layers": 1, "width": 24, "patch_size": 8, "head_width": 12},
-        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
-    }
-    original = open_clip.get_model_config
-    monkeypatch.setattr(open_clip, "get_model_config", lambda name: config if name == "toy-quickgelu" else original(name))
-    monkeypatch.setitem(longclip.ARCHITECTURES, 24, "toy-quickgelu")
-    wide = copy.deepcopy(config)
-    wide["text_cfg"]["context_length"] = 60
-    state = {name: tensor.clone() for name, tensor in open_clip.CLIP(**wide).state_dict().items()}
-    state["positional_embedding"] = torch.randn(60, 16)
-    state["positional_embedding_res"] = torch.randn(60, 16)
-    return state
-
-
-def test_long_clip_merges_its_two_tables(long, tmp_path):
-    torch.save({f"module.{name}": tensor.half() for name, tensor in long.items()}, tmp_path / "long.pt")
-    encoder = load_encoder(str(tmp_path / "long.pt"))
-    table = encoder.model.positional_embedding.detach()
-    assert torch.equal(table[:20], long["positional_embedding"][:20].half().float())
-    assert torch.equal(table[20:], long["positional_embedding_res"][20:].half().float())
-    assert encoder.context == 60
-    assert encoder.tokenize(["word " * 100]).ids.shape == (1, 60)
-    assert {p.dtype for p in encoder.parameters()} == {torch.float32}
-    assert encoder.config["model_cfg"]["text_cfg"]["context_length"] == 60
-    assert encoder.config["model_cfg"]["quick_gelu"] is True
-    ends = encoder.tokenize([f"{word} " * 100 for word in WORDS[:3]]).ids[:, -1]
-    assert (ends == encoder.tokenizer.suffix[0]).all()
-
-
-def test_long_clip_survives_a_checkpoint(long, tmp_path):
-    encoder = longclip.from_state(long, "toy")
-    checkpoint.save_encoder(tmp_path / "encoder", encoder)
-    again = load_encoder(str(tmp_path / "encoder"))
-    ids = encoder.tokenize(["ball " * 50]).ids
-    assert again.context == 60
-    assert torch.equal(again.embed_texts(ids), encoder.eval().embed_texts(ids))
-    plain = open_clip.create_model(f"local-dir:{tmp_path / 'encoder'}").eval()
-    with torch.no_grad():
-        assert torch.allclose(plain.encode_text(ids, normalize=True), again.embed_texts(ids), atol=1e-6)
-
-
-def test_long_clip_with_one_table_keeps_it(long):
-    del long["positional_embedding_res"]
-    encoder = longclip.from_state(long, "toy")
-    assert torch.equal(encoder.model.positional_embedding.detach(), long["positional_embedding"])
-
-
-@pytest.mark.parametrize("wrap", ["module.{}", "_orig_mod.{}", "module._orig_mod.{}", "_orig_mod.module.{}"])
-def test_wrapped_names_load(long, wrap):
-    plain = longclip.from_state(long, "toy").state_dict()
-    wrapped = longclip.from_state({"state_dict": {wrap.format(k): v for k, v in long.items()}, "epoch": 3}, "toy").state_dict()
-    assert plain.keys() == wrapped.keys()
-    assert all(torch.equal(plain[k], wrapped[k]) for k in plain)
-
-
-def test_left_over_and_missing_keys_are_fatal_and_named(long):
-    for extra in (torch.zeros(2), torch.zeros(2, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"left over \['mystery'\]"):
-            longclip.from_state({**long, "mystery": extra}, "toy")
-    short = {k: v for k, v in long.items() if k != "ln_final.weight"}
-    with pytest.raises(ValueError, match=r"missing \['ln_final.weight'\]"):
-        longclip.from_state(short, "toy")
-    with pytest.raises(ValueError, match=r"'toy' does not fit toy-quickgelu"):
-        longclip.from_state({**long, "text_projection": torch.zeros(3, 3)}, "toy")
-
-
-def test_what_is_no_long_clip_is_said(long, tmp_path):
-    with pytest.raises(ValueError, match=r"not a Long-CLIP checkpoint"):
-        longclip.from_state({"text_model.embeddings.position_embedding.weight": torch.zeros(248, 4)}, "hf")
-    with pytest.raises(ValueError, match=r"not a Long-CLIP checkpoint"):
-        longclip.from_state({"epoch": 3, "model": {}}, "other")
-    with pytest.raises(ValueError, match=r"image tower of width 5; known: 768, 1024"):
-        longclip.from_state({**long, "visual.class_embedding": torch.zeros(5)}, "toy")
-    torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match=r"not a Long-CLIP checkpoint"):
-        load_encoder(str(tmp_path / "list.pt"))
+# ---- names
 
 
 def test_a_run_loads_its_last_checkpoint_that_counts(small_encoder, make_encoder, tmp_path):

@@ -137,7 +137,7 @@ def test_only_encoders_import_open_clip():
 
 def test_only_the_probe_and_the_encoders_register_hooks():
     users = {name for name, path in MODULES.items() if "register_hook(" in (t := path.read_text()) or "register_forward_hook(" in t}
-    assert users == {"gradscope.probe", "gradscope.encoders.dual"}
+    assert users == {"gradscope.probe", "gradscope.encoders.tokens"}
 
 
 def test_light_modules_reach_no_torch():

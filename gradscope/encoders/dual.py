@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradscope.encoders.reach import unreached_rows
 from gradscope.encoders.tokenizer import Tokenized, wrapped
+from gradscope.encoders.tokens import check_tokens, image_tokens, text_tokens
 from gradscope.types import Batch, Embeddings
 
 #: FILIP's initial token scale, 1 / 0.07.
@@ -68,7 +70,10 @@ class DualEncoder(nn.Module):
 
     def add_token_scale(self) -> None:
         """Gives the token term its own learned scale. Raises ValueError where token outputs are not available."""
-        self._token_modules()
+        try:
+            check_tokens(self.model)
+        except ValueError as error:
+            raise ValueError(f"encoder '{self.name}': {error}; the token term needs them: use --token-weight 0") from error
         self.token_log_scale = nn.Parameter(torch.tensor(math.log(TOKEN_SCALE), device=self.device))
 
     # ---- text and pixels
@@ -110,18 +115,14 @@ class DualEncoder(nn.Module):
         pixels, ids = batch.images["full"], batch.texts["full"]
         if not tokens:
             return Embeddings(image=self.embed_image(pixels), text=self.embed_text(ids), scale=self.scale())
-        image_norm, text_norm = self._token_modules()
-        with _captured(image_norm, text_norm) as states:
-            image, text = self.embed_image(pixels), self.embed_text(ids)
-        patches = states[0][:, 1:] @ self.model.visual.proj
-        words = states[1] @ self.model.text_projection
+        image, text = image_tokens(self.model, pixels), text_tokens(self.model, ids)
         assert self.token_log_scale is not None
         return Embeddings(
-            image=image,
-            text=text,
+            image=F.normalize(image.pooled.float(), dim=-1),
+            text=F.normalize(text.pooled.float(), dim=-1),
             scale=self.scale(),
-            image_tokens=F.normalize(patches.float(), dim=-1),
-            text_tokens=F.normalize(words.float(), dim=-1),
+            image_tokens=F.normalize(image.tokens.projected.float(), dim=-1),
+            text_tokens=F.normalize(text.tokens.projected.float(), dim=-1),
             text_valid=self.text_valid(ids),
             token_scale=self.token_log_scale.float().exp(),
         )
@@ -130,41 +131,14 @@ class DualEncoder(nn.Module):
         """bool [B, L]: words and end-of-text; start-of-text and padding are left out."""
         return self.tokenizer.valid(ids)
 
-    def _token_modules(self) -> tuple[nn.Module, nn.Module]:
-        """The final norms whose outputs, projected, are the token outputs: class token first, then patches; and text states."""
-        visual = self.model.visual
-        usual = (
-            hasattr(visual, "ln_post")
-            and isinstance(getattr(visual, "proj", None), Tensor)
-            and visual.attn_pool is None
-            and visual.pool_type == "tok"
-            and not visual.final_ln_after_pool
-            and isinstance(getattr(self.model, "text_projection", None), Tensor)
-        )
-        if not usual:
-            raise ValueError(
-                f"the token term needs patch outputs of a class-token ViT and a projected text transformer, "
-                f"which encoder '{self.name}' does not have; use --token-weight 0"
-            )
-        return visual.ln_post, self.model.ln_final
-
     # ---- what the probe asks
 
     def structural_rows(self, batch: Batch) -> dict[str, Tensor]:
         """Rows of text parameters which this batch cannot reach, whatever the loss: ids that do not occur, and positions beyond
         the longest caption. bool [rows] by parameter name; exact zeros there say nothing about saturation."""
         ids = batch.texts["full"]
-        rows: dict[str, Tensor] = {}
-        for name, parameter in self.named_parameters():
-            if name.endswith("token_embedding.weight"):
-                # Padding shares id 0 with a real token; beyond end-of-text it is causally invisible, so only ids up to it count.
-                seen = torch.zeros(parameter.shape[0], dtype=torch.bool, device=ids.device)
-                position = torch.arange(ids.shape[1], device=ids.device)
-                reached = position <= ids.argmax(dim=1, keepdim=True)
-                rows[name] = ~seen.index_fill(0, torch.where(reached, ids, ids[:, :1]).flatten(), True)
-            elif name.endswith("positional_embedding") and "visual" not in name:
-                rows[name] = torch.arange(parameter.shape[0], device=ids.device) > ids.argmax(dim=1).max()
-        return rows
+        rows = unreached_rows(self.model, ids, None if self.token_log_scale is None else self.text_valid(ids))
+        return {name: rows[id(parameter)] for name, parameter in self.named_parameters() if id(parameter) in rows}
 
     def has_batch_norm(self) -> bool:
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.modules())
@@ -180,25 +154,6 @@ def _drop_rate(module: nn.Module) -> float:
     if "drop" not in type(module).__name__.lower():
         return 0.0
     return max(float(getattr(module, name, None) or 0.0) for name in ("p", "prob", "drop_prob"))
-
-
-@contextmanager
-def _captured(*modules: nn.Module) -> Iterator[dict[int, Tensor]]:
-    """The outputs of ``modules`` during the block, by position."""
-    states: dict[int, Tensor] = {}
-
-    def keep(index: int) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            states[index] = output
-
-        return hook
-
-    handles = [module.register_forward_hook(keep(i)) for i, module in enumerate(modules)]
-    try:
-        yield states
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
