@@ -189,7 +189,7 @@ def piece(folder: Path, download: Download) -> Piece:
     """What is on disk of one download; no network."""
     found = Piece(download=download, target=folder / download.to, state="missing", size=download.size)
     receipt = _receipt(found)
-    if receipt and download.sha256 in (None, receipt["sha256"]):
+    if receipt and (download.sha256 or receipt["sha256"]).lower() == receipt["sha256"]:
         wrong = _changed(found, receipt)
         if not wrong:
             return dataclasses.replace(found, state="whole", size=receipt["size"])

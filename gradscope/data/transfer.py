@@ -192,12 +192,12 @@ def _until_whole(job: _Job, patience: Patience) -> None:
             why, wait = _say(error), 0.0
         except RequestError as error:  # too many redirects, an answer that cannot be decoded: trying again will not help
             raise ValueError(f"{job.remote.url} cannot be fetched: {_say(error)}") from error
-        failed = 1 if job.here() > most else failed + 1  # a server that cuts and cannot resume brings no NEW byte
+        failed = 0 if job.here() > most else failed + 1  # a server that cuts and cannot resume brings no NEW byte
         most = max(most, job.here())
         if failed >= patience.tries:
             kept = f"{job.here():,} bytes are kept; run the same command again to go on" if job.here() else "nothing arrived"
             raise ValueError(f"{job.remote.url} stopped {failed} times in a row without progress ({why}); {kept}")
-        time.sleep(max(wait, patience.pause * 2 ** (failed - 1)))
+        time.sleep(max(wait, patience.pause * 2 ** max(failed - 1, 0)))
 
 
 def _attempt(job: _Job) -> None:
@@ -238,7 +238,7 @@ def _receive(response: Response, job: _Job, start: int) -> None:
     done = start
     job.advance(done, total)
     with job.part.open("ab" if start else "wb") as sink:
-        for block in _checked_blocks(response.iter_bytes(_BLOCK) if encoded else response.iter_raw(_BLOCK), job, start):
+        for block in _checked_blocks(response.iter_bytes() if encoded else response.iter_raw(), job, start):
             sink.write(block)
             done += len(block)
             job.advance(done, total)
@@ -249,11 +249,20 @@ def _receive(response: Response, job: _Job, start: int) -> None:
 
 
 def _checked_blocks(blocks: Iterator[bytes], job: _Job, start: int) -> Iterator[bytes]:
-    """The blocks, once the first of a file does not look like something else."""
-    for k, block in enumerate(blocks):
-        if k == 0 and start == 0:
-            _refuse_content(block[:_SNIFFED], job.remote, job.target)
-        yield block
+    """The blocks as they come (a larger block would be lost in a cut), once the head of the file does not look like something else."""
+    head: bytes | None = b""
+    for block in blocks:
+        if start or head is None:
+            yield block
+            continue
+        head += block
+        if len(head) >= _SNIFFED:
+            _refuse_content(head, job.remote, job.target)
+            yield head
+            head = None
+    if head:
+        _refuse_content(head, job.remote, job.target)
+        yield head
 
 
 def _continues(response: Response, start: int, validator: str, total: int | None) -> bool:
