@@ -1,22 +1,23 @@
 """Records -> batches, in an order that is a pure function of (seed, epoch): no state to save, exact to resume in mid-epoch.
 
-Captions are tokenized once. Pictures are decoded again each epoch, by ``workers`` processes. The last records of an epoch that do
-not fill a step are left out of it; ``left_out`` says how many (another shuffle leaves out others).
+Captions are tokenized once. Pictures are decoded again each epoch, by ``workers`` processes. A picture that cannot be decoded ends
+the run with its name; pictures that shall be skipped are left out before (see ``gradscope.data.usable``). The last records of an
+epoch that do not fill a step are left out of it; ``left_out`` says how many (another shuffle leaves out others).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gradscope.data.images import load_rgb
+from gradscope.data.pixels import pixel_path
 from gradscope.types import Batch, Record
 
 if TYPE_CHECKING:
@@ -37,28 +38,65 @@ def epoch_order(records: int, seed: int, epoch: int) -> list[int]:
 
 
 class Pixels(Dataset):
-    """Record number -> preprocessed picture, float32 [3, H, W]."""
+    """Record number -> preprocessed picture, float32 [3, H, W].
 
-    def __init__(self, records: Sequence[Record], transform: Any) -> None:
-        self.paths = [record.image for record in records]
-        self.transform = transform
+    Args:
+        records: each with an image; ValueError naming the record otherwise.
+        read: path -> picture, usually from ``gradscope.data.pixels.pixel_path``.
+    """
+
+    def __init__(self, records: Sequence[Record], read: Callable[[str], Tensor]) -> None:
+        self.paths: list[str] = []
+        self.read = read
         for record in records:
             if record.image is None:
                 raise ValueError(f"record '{record.id}' has no image; training and retrieval need one for each caption")
+            self.paths.append(record.image)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Tensor:
-        path = self.paths[index]
-        assert path is not None
-        pixels: Tensor = self.transform(load_rgb(path))
-        return pixels
+        return self.read(self.paths[index])
+
+
+def decoded(pixels: Pixels, plan: list[list[int]], *, workers: int = 0, pin: bool = False) -> Iterator[Tensor]:
+    """The pictures of each batch of the plan, [B, 3, H, W], in its order whatever the number of ``workers``.
+
+    ``pin`` puts them where a GPU copies from without waiting. Raises ValueError naming the first picture that cannot be decoded.
+    """
+    own = torch.Generator()  # the loader draws a seed when it starts; a resumed run must not draw one more than an unbroken one
+    loader = DataLoader(_OrReason(pixels), batch_sampler=plan, num_workers=workers, collate_fn=_together, generator=own, pin_memory=pin)
+    for images in loader:
+        if isinstance(images, str):
+            raise ValueError(images)
+        yield images
+
+
+class _OrReason(Dataset):
+    """A picture, or in words why there is none: an exception would leave a worker process wrapped in that process's traceback."""
+
+    def __init__(self, pixels: Pixels) -> None:
+        self.pixels = pixels
+
+    def __getitem__(self, index: int) -> Tensor | str:
+        try:
+            return self.pixels[index]
+        except ValueError as error:
+            return str(error)
+
+
+def _together(items: list[Tensor | str]) -> Tensor | str:
+    reasons = [item for item in items if isinstance(item, str)]
+    return reasons[0] if reasons else default_collate(items)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The training stream: each step is ``accumulate`` micro-batches of ``batch_size`` records with their first caption."""
+    """The training stream: each step is ``accumulate`` micro-batches of ``batch_size`` records with their first caption.
+
+    ``decode`` says how pictures are read: fast, exact or scaled (see ``gradscope.data.pixels``).
+    """
 
     records: Sequence[Record]
     encoder: DualEncoder
@@ -66,6 +104,7 @@ class Batches:
     accumulate: int
     seed: int
     workers: int = 0
+    decode: str = "fast"
 
     def __post_init__(self) -> None:
         if self.steps_per_epoch == 0:
@@ -105,11 +144,10 @@ class Batches:
     def steps(self, first: int, last: int) -> Iterator[list[Batch]]:
         """Micro-batches of steps ``first`` to ``last``, both included."""
         plan = [micro for step in range(first, last + 1) for micro in self.indices(step)]
-        pixels = Pixels(self.records, self.encoder.preprocess())
-        own = torch.Generator()  # the loader draws a seed when it starts; a resumed run must not draw one more than an unbroken one
-        loader = DataLoader(pixels, batch_sampler=plan, num_workers=self.workers, generator=own)
+        pixels = Pixels(self.records, pixel_path(self.encoder.config["preprocess_cfg"], self.decode))
+        stream = decoded(pixels, plan, workers=self.workers, pin=self.encoder.device.type == "cuda")
         step: list[Batch] = []
-        for micro, images in zip(plan, loader, strict=True):
+        for micro, images in zip(plan, stream, strict=True):
             step.append(self._batch(micro, images))
             if len(step) == self.accumulate:
                 yield step
