@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gradscope.data.batching import Batches, Pixels
+from gradscope.data.pixels import pixel_path
 from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder
 from gradscope.evaluate import embed_records, evaluate
@@ -270,7 +271,7 @@ def test_batches_are_a_pure_function_of_the_step(encoder, records):
     ((a, b),) = again.steps(8, 8)
     assert torch.equal(torch.get_rng_state(), state)
     assert [list(a.ids), list(b.ids)] == [[records[i].id for i in micro] for micro in plan[7]]
-    pixels = Pixels(records, encoder.preprocess())
+    pixels = Pixels(records, pixel_path(encoder.config["preprocess_cfg"]))
     assert torch.equal(a.images["full"], torch.stack([pixels[i] for i in plan[7][0]]))
     assert torch.equal(a.texts["full"], encoder.tokenize(list(a.captions)).ids)
     with pytest.raises(ValueError, match=r"40 x 2 = 80 records, the training split has 64"):
