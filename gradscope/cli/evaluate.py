@@ -235,6 +235,9 @@ def _show(found: list[tuple[Path, Evaluation]], as_json: bool) -> None:
         if evaluation.details:
             out.print(hardness_table(evaluation.details))
             out.print(curve_table(evaluation.details))
-        if evaluation.contamination:
+        seen = evaluation.contamination
+        if seen and seen.counts["any"]:
             out.print(contamination_table(evaluation))
+        elif seen:
+            out.print(f"trained on {seen.trained_on}: {seen.sentence}", soft_wrap=True)
         out.print(f"JSON: {path}", soft_wrap=True)
