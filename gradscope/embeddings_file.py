@@ -36,8 +36,17 @@ _TENSORS = {
 
 
 def is_embeddings_file(name: str) -> bool:
-    """Whether a name on the command line means a file of embeddings rather than an encoder."""
-    return name.endswith(SUFFIX) and not Path(name).is_dir()
+    """Whether a name on the command line means a file of embeddings: a safetensors file that is not a model's weights.
+
+    A damaged file counts as one, so that reading it says what is wrong.
+    """
+    if not name.endswith(SUFFIX) or not Path(name).is_file():
+        return False
+    try:
+        with safe_open(name, framework="pt") as file:
+            return (file.metadata() or {}).get("schema") == SCHEMA
+    except (SafetensorError, OSError):
+        return True
 
 
 def save_embeddings(path: Path, embedded: Embedded, protocol: Protocol) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from gradscope.cli.compare import compare
 from gradscope.cli.data import app as data
 from gradscope.cli.demo import demo
 from gradscope.cli.evaluate import evaluate
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("train")(train)
 app.command("sweep")(sweep)
 app.command("eval")(evaluate)
+app.command("compare")(compare)
 app.command("probe")(probe)
 app.command("caption-geometry")(caption_geometry)
 app.command("figure")(figure)

@@ -23,6 +23,7 @@ from gradscope.cli.evaluate import (
     OnTooLong,
     Resamples,
     SplitName,
+    TrustArchive,
     Workers,
     data_settings,
     embed,
@@ -51,6 +52,7 @@ def compare(
     resamples: Resamples = 2000,
     batch_size: BatchSize = 128,
     workers: Workers = 0,
+    trust_archive: TrustArchive = False,
     device: Device = "auto",
 ) -> None:
     """Two models on the same gallery: paired differences with intervals, an exact test, and the queries they disagree on.
@@ -80,7 +82,7 @@ def compare(
         if gallery is None or is_embeddings_file(name):
             sides.append(load_embeddings(name))
         else:
-            embedded = embed(name, gallery, settings, batch_size=batch_size, workers=workers, place=place)
+            embedded = embed(name, gallery, settings, batch_size=batch_size, workers=workers, trust_archive=trust_archive, place=place)
             sides.append((embedded, protocol_of(name, gallery, embedded)))
     (first, protocol_a), (second, protocol_b) = sides
     comparison = compared(first, second, resamples=resamples)

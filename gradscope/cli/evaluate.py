@@ -36,6 +36,9 @@ OnTooLong = Annotated[str, typer.Option(help="Captions over the context: truncat
 Resamples = Annotated[int, typer.Option(help="Bootstrap resamples over images.", min=1)]
 BatchSize = Annotated[int, typer.Option(help="Records per forward pass.", min=1)]
 Workers = Annotated[int, typer.Option(help="Processes that decode pictures.", min=0)]
+TrustArchive = Annotated[
+    bool, typer.Option("--trust-archive", help="Open a TorchScript archive whose checksum is not known to be OpenAI's.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 
@@ -67,6 +70,7 @@ def evaluate(
     resamples: Resamples = 2000,
     batch_size: BatchSize = 128,
     workers: Workers = 0,
+    trust_archive: TrustArchive = False,
     device: Device = "auto",
 ) -> None:
     """Retrieval over a whole split, both directions, with 95 % intervals: tables, and the same numbers as JSON.
@@ -97,7 +101,9 @@ def evaluate(
         gallery = read_gallery(settings, split, workers=workers, advance=advance)
     found = []
     for chosen in chosen_checkpoints(encoder, checkpoint):
-        embedded = embed(chosen.load, gallery, settings, batch_size=batch_size, workers=workers, place=place)
+        embedded = embed(
+            chosen.load, gallery, settings, batch_size=batch_size, workers=workers, trust_archive=trust_archive, place=place
+        )
         targets = [None if path is None else _suffixed(path, chosen.suffix) for path in (save_embeddings, per_query, output)]
         found.append(_scored(encoder, chosen, gallery, embedded, trained_on, targets, resamples))
     _show(found, json_)
@@ -123,14 +129,16 @@ def refuse_settings_of_files(name: str, given: dict[str, Any]) -> None:
         raise ValueError(f"'{name}' holds finished embeddings, so {', '.join(ignored)} would be ignored; leave it out.")
 
 
-def embed(name: str, gallery: Gallery, settings: Data, *, batch_size: int, workers: int, place: torch.device) -> Embedded:
+def embed(
+    name: str, gallery: Gallery, settings: Data, *, batch_size: int, workers: int, trust_archive: bool, place: torch.device
+) -> Embedded:
     """Loads an encoder and embeds the gallery, with a progress bar; a large gallery is announced with its memory."""
     from gradscope.console import console, progress
     from gradscope.cpu_speed import cpu_speed
     from gradscope.encoders.load import load_encoder
     from gradscope.evaluate import embed_records, memory_note
 
-    model = load_encoder(name, place)
+    model = load_encoder(name, place, trust_archive=trust_archive)
     images, captions = len(gallery.records), sum(len(record.captions) for record in gallery.records)
     if 8 * images * captions > _LARGE:
         console.print(memory_note(images, captions, int(model.config["model_cfg"].get("embed_dim", 512))))
