@@ -41,7 +41,7 @@ from gradscope.recipe import Recipe
 from gradscope.resume import check_same_data, check_same_recipe
 from gradscope.runlog import Run, RunLog, checkpoint_step
 from gradscope.train_display import display, header
-from gradscope.training_data import training_data
+from gradscope.training_data import keep_items, training_data
 from gradscope.types import Batch, Embeddings, Record, Term
 
 #: The gamma at which an InfoNCE run reads HN: the paper's.
@@ -125,6 +125,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         say(words)
         for note in data.notes:
             say(f"note: {note}")
+        keep_items(data, log.path / "arrays")
         fixed = fixed_captions(recipe, framework, encoder, batches, log, say)
         best = _best_so_far(log)
         if first == 1:

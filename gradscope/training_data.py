@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from gradscope.data.identity import items, save_items
 from gradscope.data.source import DataSource, held_out, open_data
 from gradscope.data.usable import Usable, usable
 from gradscope.recipe import Data, Recipe
@@ -59,6 +61,22 @@ def training_data(recipe: Recipe) -> TrainingData:
     return TrainingData(
         source=source, split=split, train=parts[0], validation=parts[1], held_out=VALIDATION not in source.splits(), notes=tuple(notes)
     )
+
+
+def keep_items(data: TrainingData, folder: Path) -> None:
+    """Writes what identifies the training records to ``folder``/train_items.npz, once a run, so that a later evaluation can count
+    those among its own. Reads up to 128 KiB of each picture."""
+    from gradscope.console import progress
+
+    path = folder / "train_items.npz"
+    if path.is_file():
+        return
+    with progress("noting what is trained on") as advance:
+        table = items(data.train, source=data.source.name, advance=advance)
+    folder.mkdir(exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    save_items(partial, table)
+    partial.replace(path)
 
 
 def _usable(records: Sequence[Record], settings: Data, workers: int) -> Usable:
