@@ -216,6 +216,8 @@ def _lines(report: Report) -> list[str]:
     for checked in report.splits:
         lines += [f"{checked.split}: {note}" for note in checked.notes]
         lines += _names(checked)
+    if any(found.uncompared for found in report.overlaps):
+        lines.append("overlap: records whose picture was not looked at were compared by id and caption only")
     findings = report.findings()
     lines += [f"finding: {said}" for said in findings]
     return lines if findings else [*lines, "nothing found that would change a result"]

@@ -97,20 +97,22 @@ class Checked:
             if self.pictures.missing:
                 said.append(_missing(self.pictures))
             if self.pictures.unreadable:
-                said.append(f"{len(self.pictures.unreadable):,} pictures cannot be read")
+                said.append(f"unreadable pictures: {len(self.pictures.unreadable):,} of {self.pictures.listed:,}")
         if self.empty:
-            said.append(f"{len(self.empty):,} records have an empty caption or none")
+            said.append(f"records with an empty caption, or with none: {len(self.empty):,} of {self.records:,}")
         words = {"id": "id", "path": "picture file", "content": "picture content", "caption_normalised": "caption"}
         surplus = self.duplicates.surplus()
-        said += [f"{surplus[kind]:,} records repeat the {word} of an earlier one" for kind, word in words.items() if surplus[kind]]
+        said += [
+            f"records that repeat the {word} of an earlier one: {surplus[kind]:,}" for kind, word in words.items() if surplus[kind]
+        ]
         return said
 
 
 def _missing(pictures: Pictures) -> str:
     if len(pictures.missing) == pictures.listed:
         return f"none of the {pictures.listed:,} pictures is on disk"
-    said = f"{len(pictures.missing):,} of {pictures.listed:,} pictures are not on disk"
-    return said + (f", {len(pictures.other_case):,} of them differ from a file in case only" if pictures.other_case else "")
+    said = f"pictures not on disk: {len(pictures.missing):,} of {pictures.listed:,}"
+    return said + (f" (with a file that differs in case only: {len(pictures.other_case):,})" if pictures.other_case else "")
 
 
 def check_records(

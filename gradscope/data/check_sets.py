@@ -47,7 +47,7 @@ class SplitOverlap:
 
     def finding(self) -> str:
         levels = ", ".join(f"{level} {self.counts[level]:,}" for level in LEVELS)
-        return f"{self.counts['any']:,} of {self.records:,} records of {self.evaluated} are in {self.trained} too (by {levels})"
+        return f"records of {self.evaluated} that are in {self.trained} too: {self.counts['any']:,} of {self.records:,} (by {levels})"
 
 
 @dataclass(frozen=True, kw_only=True)
