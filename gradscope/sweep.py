@@ -96,7 +96,7 @@ def run_arm(arm: Arm, split: str) -> None:
     device = resolve_device(arm.recipe.train.device)
     encoder = load_encoder(str(arm.path), device)
     with cpu_speed(device, encoder.longest_sequence):
-        result, embedded = evaluate(encoder, records)
+        result, embedded = evaluate(encoder, records, decode=data.decode)
     write_hits(target.with_suffix(".npz"), result)
     write_evaluation(target, str(arm.path), source, split, result, embedded)
 

@@ -74,7 +74,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
     settings = recipe.train
     device = resolve_device(settings.device)
     torch.manual_seed(settings.seed)
-    encoder = load_encoder(recipe.encoder.name, device)
+    encoder = load_encoder(recipe.encoder.name, device, trust_archive=recipe.encoder.trust_archive)
     framework = make_framework(recipe)
     if framework.needs_tokens:
         encoder.add_token_scale()
@@ -89,6 +89,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         accumulate=settings.accumulate,
         seed=settings.seed,
         workers=settings.workers,
+        decode=recipe.data.decode,
     )
     if recipe.data.on_too_long == "error":
         refuse_too_long([record.id for record in data.train], batches.tokenized.lengths.tolist(), encoder.context)
@@ -412,7 +413,7 @@ class _Best:
 def _validate(
     encoder: DualEncoder, records: Sequence[Record], recipe: Recipe, log: RunLog, *, step: int, epoch: int, best: _Best
 ) -> _Best:
-    result, _ = evaluate(encoder, records)
+    result, _ = evaluate(encoder, records, decode=recipe.data.decode, workers=recipe.train.workers)
     rows = [{"step": step, "epoch": epoch, "dataset": recipe.data.name, "split": "val", **row} for row in result.dicts()]
     log.write_evals(rows)
     recall = (result.value("i2t", "R@1") + result.value("t2i", "R@1")) / 2
