@@ -56,7 +56,7 @@ class Flip:
     caption: str  # "" where the strings are not known
     rank_a: float
     rank_b: float
-    instead: str  # id of the item (or of the image of the caption) that the losing model put first
+    instead: str  # id of the wrong item (or of the image of the wrong caption) that the losing model liked best; "" if none is finite
     instead_score: float
 
 
@@ -132,7 +132,7 @@ def _flips(names: Embedded, a: Ranks, b: Ranks, won_a: Winners, won_b: Winners) 
     flips = []
     for q in np.flatnonzero(np.abs(gain) > 1e-9):
         loser = won_b if gain[q] > 0 else won_a
-        wrong = int(loser.winner[q] if loser.winner[q] != loser.truth[q] else loser.rival[q])
+        wrong = int(loser.rival[q])
         flips.append(
             Flip(
                 direction=a.direction,
@@ -142,7 +142,7 @@ def _flips(names: Embedded, a: Ranks, b: Ranks, won_a: Winners, won_b: Winners) 
                 caption=names.captions[q] if text_query and names.captions else "",
                 rank_a=float(rank_a[q]),
                 rank_b=float(rank_b[q]),
-                instead=names.ids[wrong if text_query else int(owner[wrong])],
+                instead="" if wrong < 0 else names.ids[wrong if text_query else int(owner[wrong])],
                 instead_score=float(loser.rival_score[q]),
             )
         )

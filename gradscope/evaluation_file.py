@@ -230,6 +230,7 @@ def write_queries(path: Path, embedded: Embedded, result: Retrieval) -> None:
     """One CSV line per query of both directions: the rank of the truth, its score, and who won (columns QUERY_COLUMNS).
 
     ``rank`` is the expected place, ``best_rank`` the place if every tie went the truth's way, ``tied`` the negatives that tie with it.
+    Empty cells name no winner: no score of the query is finite.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -246,10 +247,11 @@ def _query_lines(embedded: Embedded, result: Retrieval) -> Iterable[tuple[Any, .
     found = winners(embedded.image, embedded.text, embedded.image_of_text)
 
     def image(row: int) -> tuple[Any, ...]:
-        return embedded.ids[row], "", ""
+        return ("", "", "") if row < 0 else (embedded.ids[row], "", "")
 
     def text(row: int) -> tuple[Any, ...]:
-        return embedded.ids[owner[row]], int(number[row]), embedded.captions[row] if embedded.captions else ""
+        string = embedded.captions[row] if embedded.captions else ""
+        return ("", "", "") if row < 0 else (embedded.ids[owner[row]], int(number[row]), string)
 
     for counts, won in zip((result.i2t, result.t2i), found, strict=True):
         rank, hit = expected_rank(counts), hit_probability(counts, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from gradscope.metrics.recall import (
     metric_rows,
     retrieval,
 )
+from gradscope.metrics.true_recall import caption_places, true_recall_rows
+from gradscope.metrics.winners import winners
 
 
 def unit(*shape: int) -> Tensor:
@@ -198,3 +201,134 @@ def test_many_ties_are_quick_and_exact() -> None:
 def test_inputs_that_do_not_fit_are_refused(images: Tensor, texts: Tensor, owner: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ranks(images, texts, owner)
+
+
+def chance_by_sorting(scores: np.ndarray, positive: np.ndarray, k: int) -> float:
+    """Sort, find the run of equal scores that holds the first positive, and count orders of that run with binomials."""
+    order = np.argsort(-scores, kind="stable")
+    ranked, right = scores[order], positive[order]
+    first = int(np.argmax(right))
+    run = np.flatnonzero(ranked == ranked[first])
+    start, size, good = run[0], len(run), int(right[run].sum())
+    places = min(max(k - int(start), 0), size)
+    return 1 - math.comb(size - good, places) / math.comb(size, places)
+
+
+def test_a_thousand_random_galleries_equal_sorting_in_float64() -> None:
+    """Random sizes, one to several captions, grids on which exact ties are common and normal rows where they are not."""
+    generator = np.random.default_rng()
+    for case in range(1000):
+        n = int(generator.integers(1, 9))
+        m = n + int(generator.integers(0, 12)) * (case % 3 > 0)
+        dim = int(generator.integers(1, 5))
+        parts = [generator.integers(-1, 2, (rows, dim)) if case % 2 else generator.normal(size=(rows, dim)) for rows in (n, m)]
+        images, texts = (torch.from_numpy(part).double() for part in parts)
+        owner = torch.from_numpy(generator.permutation(np.concatenate([np.arange(n), generator.integers(0, n, m - n)])))
+        both = ranks(images, texts, owner, block=int(generator.integers(1, 12)))
+        scores = np.array([[sum(a * b for a, b in zip(x, y, strict=True)) for y in texts.tolist()] for x in images.tolist()])
+        mine = owner.numpy() == np.arange(n)[:, None]
+        for counts, matrix, positive in zip(both, (scores, scores.T), (mine, mine.T), strict=True):
+            for k in DEPTHS:
+                expected = [chance_by_sorting(*query, k) for query in zip(matrix, positive, strict=True)]
+                np.testing.assert_allclose(hit_probability(counts, k), expected, atol=1e-12)
+        assert torch.equal(both[0].negatives, m - torch.bincount(owner, minlength=n))
+        assert torch.equal(both[1].negatives, torch.full((m,), n - 1))
+
+
+def test_all_equal_scores_give_one_in_ten_in_any_order() -> None:
+    for _ in range(5):
+        order = torch.randperm(10)
+        result = retrieval(torch.ones(10, 1), torch.ones(10, 1), order, resamples=5)
+        assert [result.value(d, "R@1") for d in ("i2t", "t2i")] == pytest.approx([0.1, 0.1], abs=1e-15)
+        assert result.i2t.tied_share == result.t2i.tied_share == 1
+
+
+def test_two_thousand_rows_in_any_tile_and_in_one_piece() -> None:
+    images, texts = unit(2000, 64), unit(2000, 64)
+    owner = torch.arange(2000)
+    whole = images.double() @ texts.double().T
+    truth = whole.diagonal()
+    for block in (311, 1024, 2000):
+        i2t, t2i = ranks(images, texts, owner, block=block)
+        assert torch.equal(i2t.greater, (whole > truth[:, None]).sum(1))
+        assert torch.equal(t2i.greater, (whole > truth).sum(0))
+
+
+# ---- all captions of an image
+
+
+def test_true_recall_equals_every_order_of_the_ties() -> None:
+    for _ in range(12):
+        images, texts, owner = gallery(2, 5, dim=2)
+        scores = images.double() @ texts.double().T
+        rows = true_recall_rows(images, texts, owner, resamples=5, block=1)
+        for row, k in zip(rows, (1, 5, 10), strict=True):
+            shares = []
+            for i in range(2):
+                orders = [sorted(o, key=lambda j: -scores[i, j]) for o in itertools.permutations(range(5))]
+                own = (owner == i).tolist()
+                shares.append(np.mean([sum(own[j] for j in order[:k]) / sum(own) for order in orders]))
+            assert row.metric == f"true R@{k}"
+            assert row.value == pytest.approx(np.mean(shares), abs=1e-12)
+            assert (row.n_queries, row.n_candidates) == (2, 5)
+
+
+@pytest.mark.parametrize("block", [1, 7, 64])
+def test_places_of_all_captions_equal_the_full_matrix(block: int) -> None:
+    images, texts, owner = gallery(23, 61, dim=4)
+    scores = images.double() @ texts.double().T
+    greater, ties = caption_places(images, texts, owner, block=block)
+    for j, i in enumerate(owner.tolist()):
+        assert greater[j] == (scores[i] > scores[i, j]).sum()
+        assert ties[j] == (scores[i] == scores[i, j]).sum() - 1
+
+
+def test_a_broken_caption_is_in_the_last_place() -> None:
+    texts = torch.eye(3)[[0, 1, 2, 0]]
+    texts[3] = torch.nan
+    greater, ties = caption_places(torch.eye(3), texts, torch.tensor([0, 1, 2, 0]))
+    assert greater.tolist() == [0, 0, 0, 3]
+    assert ties.tolist() == [0, 0, 0, 0]
+
+
+def test_with_one_caption_each_both_recalls_agree() -> None:
+    images, texts, owner = gallery(40, 40)
+    rows = true_recall_rows(images, texts, owner, resamples=5)
+    result = retrieval(images, texts, owner, resamples=5)
+    for row in rows:
+        assert row.value == pytest.approx(result.value("i2t", row.metric.removeprefix("true ")), abs=1e-12)
+
+
+# ---- who won
+
+
+@pytest.mark.parametrize(("n_images", "n_texts", "block"), [(17, 40, 5), (12, 12, 64), (1, 3, 2)])
+def test_winners_equal_the_full_matrix(n_images: int, n_texts: int, block: int) -> None:
+    images, texts, owner = gallery(n_images, n_texts)
+    for won, counts in zip(winners(images, texts, owner, block=block), ranks(images, texts, owner), strict=True):
+        for q, (scores, positive) in enumerate(queries(images, texts, owner)[won.direction]):
+            for found, value, kind in (
+                (won.truth[q], won.truth_score[q], True),
+                (won.rival[q], won.rival_score[q], False),
+            ):
+                candidates = [
+                    (score, -j) for j, (score, is_positive) in enumerate(zip(scores, positive, strict=True)) if is_positive is kind
+                ]
+                if candidates:
+                    assert (value, -found) == max(candidates)
+                else:
+                    assert (value, found) == (-np.inf, -1)
+            best = max(scores)
+            assert scores[won.winner[q]] == best == won.winner_score[q]
+            assert positive[won.winner[q]] == (counts.greater[q] == 0)
+            assert won.tied[q] == (counts.ties[q] > 0 and counts.greater[q] == 0)
+
+
+def test_a_query_that_is_not_finite_names_its_truth_and_loses() -> None:
+    texts = torch.eye(3)[[0, 1, 2, 0]]
+    texts[1] = torch.nan
+    i2t, t2i = winners(torch.eye(3), texts, torch.tensor([0, 1, 2, 0]))
+    assert (i2t.truth[1], t2i.truth[1]) == (1, 1)
+    assert i2t.winner[1] != 1
+    assert not t2i.tied[1]
+    assert t2i.winner[1] == -1, "nobody won: no score is finite"

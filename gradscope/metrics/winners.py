@@ -22,7 +22,10 @@ from gradscope.metrics.ranks import TIE_TOLERANCE, check_gallery, finite, finite
 
 @dataclass(frozen=True, kw_only=True)
 class Winners:
-    """One entry per query of one direction; rows are candidates (captions for i2t, images for t2i). -1: no such candidate."""
+    """One entry per query of one direction; rows are candidates (captions for i2t, images for t2i).
+
+    -1 with minus infinity: there is no such candidate, or none whose score is finite (a truth is named in any case).
+    """
 
     direction: str
     truth: NDArray[np.int64]
@@ -38,7 +41,8 @@ class Winners:
 
     @property
     def winner(self) -> NDArray[np.int64]:
-        wins = (self.truth_score >= self.rival_score - TIE_TOLERANCE) & (np.isfinite(self.truth_score) | (self.rival < 0))
+        """-1 where no score is finite."""
+        wins = np.isfinite(self.truth_score) & (self.truth_score >= self.rival_score - TIE_TOLERANCE)
         return np.where(wins, self.truth, self.rival)
 
     @property
