@@ -579,3 +579,73 @@ def test_files_are_found_in_the_data_folders(toy_file, monkeypatch):
     assert load_encoder("toy.pt").context == 77
     toy_file.rename(toy_file.with_name("longclip-B.pt"))
     assert load_encoder("longclip-b").config["model_cfg"]["quick_gelu"] is True
+
+
+# ---- the commands
+
+
+def run(*arguments: object):
+    from typer.testing import CliRunner
+
+    from gradscope.cli import app
+
+    return CliRunner().invoke(app, ["encoders", *map(str, arguments)])
+
+
+def test_converting_writes_a_folder_that_open_clip_loads(toy_file, tmp_path):
+    done = run("convert", f"{toy_file}@248frozen20", tmp_path / "copy")
+    assert done.exit_code == 0, done.exception
+    assert float(done.stdout.split()[-1]) <= 1e-6
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["open_clip_config.json", "open_clip_model.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"toy.pt", "copy"}, "nothing half-written stays"
+    same_outputs(load_encoder(f"{toy_file}@248"), open_clip.create_model(f"local-dir:{tmp_path / 'copy'}").eval())
+    again = run("convert", toy_file, tmp_path / "copy")
+    assert isinstance(again.exception, ValueError)
+    assert "exists already" in str(again.exception)
+
+
+def test_a_copy_that_differs_is_not_written(toy_file, tmp_path, monkeypatch):
+    from gradscope.encoders import inspection
+
+    monkeypatch.setattr(inspection, "RELOADED", -1.0)
+    done = run("convert", toy_file, tmp_path / "copy")
+    assert "nothing was written" in str(done.exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"toy.pt"}
+
+
+def test_info_says_what_it_is(toy_file):
+    done = run("info", f"{toy_file}@248")
+    assert done.exit_code == 0, done.exception
+    said = " ".join(done.stdout.split())
+    for part in ("2 layers, 128 wide", "QuickGELU", "248 tokens", "24 wide", "CLIP byte pairs", "bicubic", "float32", "open_clip"):
+        assert part in said, part
+    assert run("info", "tiny").exit_code == 0
+
+
+def test_a_sound_encoder_passes_and_a_broken_one_names_what_is_broken(toy_file, tmp_path):
+    assert run("check", "tiny").exit_code == 0
+    state = torch.load(toy_file, weights_only=True)
+    for change, wrong in {
+        "visual.ln_post.bias": (torch.full((128,), float("nan")), "weights, image embeddings, image norms"),
+        "text_projection": (torch.zeros(64, 24), "text norms"),
+    }.items():
+        value, said = wrong
+        torch.save({**state, change: value}, tmp_path / "broken.pt")
+        done = run("check", tmp_path / "broken.pt")
+        assert said in str(done.exception), (change, done.exception)
+    torch.save(
+        {**{k: v for k, v in state.items() if k != "logit_scale"}, "a": torch.zeros(1), "visual.b": torch.zeros(1)}, tmp_path / "odd.pt"
+    )
+    done = run("check", tmp_path / "odd.pt")
+    assert isinstance(done.exception, layouts.DoesNotFit)
+    assert {"missing: logit_scale", "left over: a", "left over: visual.b"} <= set(done.stdout.splitlines())
+
+
+def test_the_list_can_be_narrowed(toy_file, monkeypatch):
+    monkeypatch.setenv("GRADSCOPE_DATA", str(toy_file.parent))
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run("list", "toy")
+    assert "weights file" in done.stdout
+    assert "ViT-B-16" in run("list", "openai").stdout
+    assert "not on disk" in run("list", "longclip").stdout
+    assert "no encoder" in str(run("list", "no such thing").exception)
