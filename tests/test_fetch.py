@@ -399,6 +399,7 @@ def test_archives_are_unpacked_once(server: FileServer, tmp_path: Path, ending: 
     assert not fetch(tmp_path, download)[0].new
     (tmp_path / "sub/images/a.jpg").write_bytes(b"cut")
     (tmp_path / "sub/list.json").unlink()
+    (tmp_path / "sub/.unpack-stopped/x").mkdir(parents=True)
     lines: list[str] = []
     assert fetch(tmp_path, download, lines=lines)[0].new
     assert f"2 of 3 files of sub/set{ending} are missing or changed (first: images/a.jpg)" in lines[0]
@@ -553,7 +554,8 @@ def test_a_large_hub_file(hub: FileServer, tmp_path: Path):
 
 def test_a_small_hub_file_is_checked_by_its_git_hash(hub: FileServer, tmp_path: Path):
     text = b"captions\n"
-    put(hub, "good.json", text, subprocess.run(["git", "hash-object", "--stdin"], input=text, capture_output=True, check=True).stdout.decode().strip(), elsewhere=False)  # fmt: skip
+    blob = subprocess.run(["git", "hash-object", "--stdin"], input=text, capture_output=True, check=True).stdout.decode().strip()
+    put(hub, "good.json", text, blob, elsewhere=False)
     assert fetch(tmp_path, hub_file("good.json"))[0].checked == "git hash"
     put(hub, "bad.json", text, "0" * 40, elsewhere=False)
     assert f"expected {'0' * 40}" in refused(tmp_path, hub_file("bad.json"))
@@ -625,7 +627,9 @@ def test_only(server: FileServer, tmp_path: Path):
 
 
 def test_where_it_goes(tmp_path: Path, monkeypatch):
-    info = info_of(layout=("a.json  captions", "images/*.jpg  pictures", "a remark"))
+    layout = ("a.json  captions", "or a.csv, b.csv  captions", "images/*.jpg  pictures", "also more.json  more", "a remark")
+    info = info_of(layout=layout)
+    assert info.needs() == [("a.json", "a.csv, b.csv"), ("images/*.jpg",)]
     monkeypatch.setenv("GRADSCOPE_CACHE", str(tmp_path / "cache"))
     assert fetch_folder("set", info) == tmp_path / "cache/data/set"
     monkeypatch.setenv("GRADSCOPE_DATA", str(tmp_path / "mine"))
@@ -640,6 +644,8 @@ def test_where_it_goes(tmp_path: Path, monkeypatch):
     (tmp_path / "mine/images").mkdir(parents=True)
     (tmp_path / "mine/images/x.jpg").write_text("")
     assert on_disk("set", info).folder == tmp_path / "cache/data/set", "a folder of another name counts only if whole"
-    (tmp_path / "mine/a.json").write_text("")
+    (tmp_path / "mine/a.csv").write_text("")
+    assert on_disk("set", info).folder == tmp_path / "cache/data/set", "one of two is not enough"
+    (tmp_path / "mine/b.csv").write_text("")
     found = on_disk("set", info)
     assert (found.state, found.folder) == ("yes", tmp_path / "mine")

@@ -51,7 +51,7 @@ def list_data(data_dir: DataDir = None, as_json: AsJson = False) -> None:
         table.add_column(column, overflow="fold")
     for fact in facts:
         counts = ", ".join(f"{split} {count:,}" for split, count in fact["counts"].items())
-        table.add_row(fact["name"], fact["title"], counts, _where(fact), fact["licence"])
+        table.add_row(fact["name"], fact["title"].split(": ")[0], counts, _where(fact), fact["licence"])
     out.print(table)
     out.print("Any folder or file of your own works too. More about one: gradscope data info NAME", soft_wrap=True)
 
@@ -105,7 +105,7 @@ def fetch_data(
 
     info: DataInfo = data_sets[name].info
     if not info.downloads:
-        if info.paths():
+        if info.needs():
             raise ValueError(
                 f"no part of '{name}' can be fetched by a command; {info.how}. It belongs in {fetch_folder(name, info, data_dir)}."
             )
@@ -122,7 +122,7 @@ def fetch_data(
         _print_fetched(done, name, folder)
     missing = on_disk(name, info, folder.parent).missing
     if missing and info.how:
-        out.print(f"not fetched by this command: {info.how}.", soft_wrap=True)
+        out.print(f"not all comes by this command: {info.how}.", soft_wrap=True)
     if missing and not dry_run:
         out.print(f"still missing in {folder}: {', '.join(missing)}", soft_wrap=True)
 
@@ -141,10 +141,21 @@ def _facts(name: str, info: DataInfo, data_dir: Path | None) -> dict[str, Any]:
         "default_split": info.default_split,
         "layout": list(info.layout),
         "how": info.how,
-        "on_disk": found.state if info.paths() else "not needed",
+        "on_disk": found.state if info.needs() else "not needed",
         "folder": None if found.folder is None else str(found.folder),
         "missing": list(found.missing),
     }
+
+
+def _mark(line: str, folder: str | None) -> str:
+    """Is what a line of the layout names there? A remark has no mark."""
+    from gradscope.data.info import is_there
+
+    paths, gap, _ = line.partition("  ")
+    if not gap:
+        return ""
+    paths = paths.removeprefix("or ").removeprefix("also ")
+    return "there    " if folder is not None and is_there(Path(folder), paths) else "missing  "
 
 
 def _where(fact: dict[str, Any]) -> str:
@@ -179,15 +190,14 @@ def _print_info(fact: dict[str, Any]) -> None:
         out.print(f"{label:10} {value}", soft_wrap=True)
     out.print("needs")
     for line in fact["layout"]:
-        mark = "" if "  " not in line else "missing  " if line.split("  ")[0] in fact["missing"] else "there    "
-        out.print(f"  {mark}{line}", soft_wrap=True)
+        out.print(f"  {_mark(line, fact['folder'])}{line}", soft_wrap=True)
     if fact["downloads"]:
         out.print(f"fetched by: gradscope data fetch {fact['name']}", soft_wrap=True)
     for download in fact["downloads"]:
         source = download["url"] or f"hub data set {download['hub']}, {download['hub_file']}"
         out.print(f"  {download['state']:9} {download['to']}, {_amount(download['size'])}, from {source}", soft_wrap=True)
     if fact["how"]:
-        out.print(f"by hand    {fact['how']}", soft_wrap=True)
+        out.print(f"{'by hand':10} {fact['how']}", soft_wrap=True)
 
 
 def _print_plan(pieces: list[Piece], folder: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 from gradscope.data.hub import hub_remote
 from gradscope.data.info import DataInfo, Download, on_disk
 from gradscope.data.transfer import Got, Patience, Remote, examine, new_client, size_on_server, transfer
-from gradscope.data.unpack import unpack
+from gradscope.data.unpack import TEMPORARY, unpack
 from gradscope.paths import data_folders
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 #: (what is going on, bytes done, bytes in all or None)
 Advance = Callable[[str, int, int | None], None]
-
-STATES = ("whole", "by hand", "unchecked", "missing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +167,8 @@ class Fetcher:
 
     def _unpacked(self, found: Piece) -> dict[str, int]:
         target = found.target
+        for stopped in target.parent.glob(f"{TEMPORARY}*"):  # of a run that was ended by force: we hold the lock
+            shutil.rmtree(stopped)
         try:
             return unpack(target, target.parent, advance=lambda done, total: self.advance(f"unpacking {target.name}", done, total))
         except ValueError as error:

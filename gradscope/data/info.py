@@ -33,8 +33,9 @@ class DataInfo:
     """The facts that ``gradscope data info`` shows and that messages about missing files are made of.
 
     Args:
-        layout: lines "path  what it is" (two spaces), relative to the data set's folder, that must be on disk; a path may hold *.
-            A line without two spaces is a remark.
+        layout: lines "path  what it is" (two spaces), relative to the data set's folder, that must be on disk; a path may hold *, and
+            several paths are joined with ", ". A line that begins with "or " is an alternative to the line above, one that begins
+            with "also " is welcome and not needed, and one without two spaces is a remark.
         how: one sentence that says how to get what ``downloads`` cannot fetch; "" if they fetch everything.
         counts: published number of records by split.
         default_split: what evaluation and geometry use when no split is named.
@@ -50,14 +51,23 @@ class DataInfo:
     default_split: str = "test"
     downloads: tuple[Download, ...] = ()
 
-    def paths(self) -> list[str]:
-        """The paths of ``layout``."""
-        return [line.split("  ")[0] for line in self.layout if "  " in line]
+    def needs(self) -> list[tuple[str, ...]]:
+        """What must be on disk by ``layout``: for each need its alternatives, each one path or several joined with ", "."""
+        needs: list[tuple[str, ...]] = []
+        for line in self.layout:
+            path, gap, _ = line.partition("  ")
+            if not gap or path.startswith("also "):
+                continue
+            if path.startswith("or ") and needs:
+                needs[-1] = (*needs[-1], path.removeprefix("or "))
+            else:
+                needs.append((path,))
+        return needs
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnDisk:
-    """Where a data set was found and which paths of its layout are there. ``folder`` is None where nothing of it was found."""
+    """Where a data set was found and which of its needs are met. ``folder`` is None where nothing of it was found."""
 
     folder: Path | None
     present: tuple[str, ...]
@@ -73,14 +83,21 @@ def on_disk(name: str, info: DataInfo, given: Path | None = None) -> OnDisk:
 
     How it can mislead: paths are looked for, not opened; ``gradscope data check`` reads them.
     """
-    best = OnDisk(folder=None, present=(), missing=tuple(info.paths()))
+    needs = info.needs()
+    best = OnDisk(folder=None, present=(), missing=tuple(" or ".join(need) for need in needs))
     for root in data_folders(given):
         for folder in (root / name, root):
-            present = tuple(path for path in info.paths() if next(folder.glob(path), None) is not None)
-            missing = tuple(path for path in info.paths() if path not in present)
-            if len(present) > len(best.present) and (not missing or folder != root):
+            met = [any(is_there(folder, paths) for paths in need) for need in needs]
+            named = list(zip((" or ".join(need) for need in needs), met, strict=True))
+            if sum(met) > len(best.present) and (all(met) or folder != root):
+                present, missing = (tuple(n for n, there in named if there == wanted) for wanted in (True, False))
                 best = OnDisk(folder=folder, present=present, missing=missing)
     return best
+
+
+def is_there(folder: Path, paths: str) -> bool:
+    """Are all of the paths, joined with ", " and perhaps with *, in ``folder``?"""
+    return all(next(folder.glob(path), None) is not None for path in paths.split(", "))
 
 
 def data_set_folder(name: str, given: str, markers: tuple[str, ...], info: DataInfo) -> Path:

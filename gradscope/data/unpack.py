@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from lzma import LZMAError
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO
 
 #: Pictures hardly shrink and captions shrink about fourfold; what unpacks to a hundred times its size is not a data set.
@@ -27,6 +27,8 @@ EXPANSION = 100
 ALLOWANCE = 100 * 2**20
 MOST_FILES = 2_000_000
 
+#: How the temporary folders are called; one that is left was stopped by force.
+TEMPORARY = ".unpack-"
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _BLOCK = 2**20
 _DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, LZMAError, EOFError, NotImplementedError)
@@ -60,7 +62,7 @@ def unpack(archive: Path, into: Path, *, advance: Callable[[int, int], None] | N
     if not is_archive(archive.name):
         raise ValueError(f"'{archive}' is no archive that can be unpacked; known are .zip, {', '.join(TAR_ENDINGS)}")
     into.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=into, prefix=".unpack-") as temporary:
+    with tempfile.TemporaryDirectory(dir=into, prefix=TEMPORARY) as temporary:
         sizes = _write_all(archive, Path(temporary), advance or (lambda done, total: None))
         for name in sizes:
             target = into / name
@@ -129,7 +131,8 @@ def _tar_entries(opened: tarfile.TarFile, archive: Path) -> Iterator[_Entry]:
 
 def _safe_name(name: str, archive: Path) -> str:
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name or not path.parts:
+    drive = PureWindowsPath(name).drive
+    if path.is_absolute() or drive or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
         raise ValueError(f"archive '{archive}' is refused: the path '{name}' could lead outside the folder")
     return str(path)
 
