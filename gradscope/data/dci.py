@@ -1,8 +1,9 @@
 """The registered data set ``dci``: pictures of SA-1B with a short and a long caption and captions of their parts.
 
 How it can mislead: "DCI" names several galleries.
-    1,999   GOAL's test list (HN-CLIP, StructXLIP): read as split "test" where that list is on disk; "train" is then every other
-            annotation with the wanted caption. GOAL trains on 5,445 of those.
+    1,999   GOAL's test list (HN-CLIP, StructXLIP): read as split "test" where that list is on disk. "train" is then the 5,445
+            pictures of GOAL's list of training segments, with these segments, if that is on disk too; else every other annotation
+            with the wanted caption (GOAL leaves out pictures whose best segment is the whole picture).
     112     the authors' own split "test" (splits.json): read as "test" where GOAL's list is not on disk; their "valid" is "val"
     7,602   every long caption: the data set ``long-dci``
 """
@@ -26,13 +27,16 @@ from gradscope.data.published import (
     read_json,
     read_json_list,
     root_folder,
+    slashed,
     text_in,
 )
+from gradscope.data.segment_lists import segment_of
 from gradscope.data.source import DataSource, Reader
-from gradscope.types import Record
+from gradscope.types import Record, Segment
 
 CAPTIONS = ("long", "short", "both")
 TEST_LISTS = ("dci_test_captions.json", "DCI_test.json")
+TRAIN_LIST = "DCI_segment_only_sim_max_del_org.json"
 #: Split names here -> those of splits.json.
 OFFICIAL = {"train": "train", "val": "valid", "test": "test"}
 
@@ -77,9 +81,10 @@ class Dci:
         layout=(
             *LAYOUT,
             "DCI_test.json  GOAL's test list of 1,999 captions (also called dci_test_captions.json), enough by itself for split test",
+            f"{TRAIN_LIST}  GOAL's training segments, which name its 5,445 training pictures",
         ),
-        how=f"`gradscope data fetch dci` gets the annotations; for the pictures {PHOTOS}; GOAL's test list is datasets/DCI_test.json "
-        "of https://github.com/PerceptualAI-Lab/GOAL",
+        how=f"`gradscope data fetch dci` gets the annotations; for the pictures {PHOTOS}; GOAL's lists are in the folder "
+        "datasets of https://github.com/PerceptualAI-Lab/GOAL",
         counts={"test": 1999},
         downloads=(ARCHIVE,),
     )
@@ -100,10 +105,11 @@ class Dci:
 
     def _readers(self, annotations: Path | None, listed: Path | None, images: Path) -> tuple[dict[str, Reader], dict[str, int]]:
         if listed and annotations:
-            return {
-                "train": partial(_all_but_listed, annotations, listed, images, self.caption),
-                "test": partial(_listed_with_annotations, annotations, listed, images, self.caption),
-            }, {"test": 1999}
+            segments = first_there(listed.parent, [TRAIN_LIST])
+            train = partial(_segmented, annotations, segments) if segments else partial(_all_but_listed, annotations, listed)
+            test = partial(_listed_with_annotations, annotations, listed)
+            chosen = {"train": partial(train, images, self.caption), "test": partial(test, images, self.caption)}
+            return chosen, {"train": 5445, "test": 1999}
         if listed:
             if self.caption != "long":
                 raise ValueError(f"--caption {self.caption} needs the annotations of DCI; '{listed}' holds the long captions only")
@@ -133,6 +139,25 @@ def _all_but_listed(annotations: Path, listed: Path, images: Path, caption: str)
     kept = [record for record in everything if record.image not in held_out]
     records, notes = captioned(kept, images, caption)
     return records, [*notes, f"{len(everything) - len(kept):,} annotations held out of training: {listed.name} names their pictures"]
+
+
+def _segmented(annotations: Path, segments: Path, images: Path, caption: str) -> tuple[list[Record], list[str]]:
+    """GOAL's training pictures with GOAL's segments. A crop is named .../sa_1.jpg_results/sa_1_max_2.png after its picture sa_1.jpg."""
+    parts: dict[str, tuple[Segment, ...]] = {}
+    for number, item in enumerate(read_json_list(segments), 1):
+        where = f"'{segments}', record {number}"
+        folders = slashed(text_in(item, "filename", where)).split("/")
+        if len(folders) < 2 or not folders[-2].endswith("_results"):
+            raise ValueError(
+                f"{where}: the crop must lie in a folder called after its picture, sa_*.jpg_results; got '{item['filename']}'"
+            )
+        image = folders[-2].removesuffix("_results")
+        parts[image] = (*parts.get(image, ()), segment_of(item, where))
+    by_image = {record.image: record for record in all_annotations(annotations)}
+    found = [replace(by_image[image], segments=own) for image, own in parts.items() if image in by_image]
+    records, notes = captioned(found, images, caption)
+    without = len(parts) - len(found)
+    return records, [*notes, *([f"{without:,} pictures of {segments.name} have no annotation and are left out"] if without else [])]
 
 
 def _listed_alone(listed: Path, images: Path) -> tuple[list[Record], list[str]]:

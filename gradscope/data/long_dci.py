@@ -3,8 +3,8 @@
 Read from the folder of DCI, or from TULIP's ``dci_long.csv`` (tabs; columns filepath and title, as its maker script writes them).
 
 How it can mislead: it is no held-out set. DCI has 7,805 pictures, 203 without a long caption, so 7,602 pairs; HN-CLIP reports
-7,444 = 5,445 + 1,999, which appears to be every training pair of DCI beside GOAL's test pairs. A model fine-tuned on DCI has seen most of
-this gallery; give its recall on the pairs it has not seen beside it.
+7,444 = 5,445 + 1,999, which appears to be every training pair of DCI beside GOAL's test pairs. A model fine-tuned on DCI has seen
+most of this gallery; give its recall on the pairs it has not seen beside it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,12 +27,6 @@ from gradscope.data.published import base_name, slashed, text_in
 from gradscope.types import Record, Segment
 
 _CORNERS = ("x1", "y1", "x2", "y2")
-
-
-def is_segment_list(items: Any) -> bool:
-    """True for a JSON value whose first item has the fields of one of these lists."""
-    first = items[0] if isinstance(items, list) and items else None
-    return isinstance(first, Mapping) and ("original_filename" in first or ("filename" in first and "caption" in first))
 
 
 def segment_records(items: Sequence[Any], image_root: Path, where: str) -> tuple[list[Record], list[str]]:
@@ -121,9 +116,14 @@ def _record(item: Mapping[str, Any], caption: str, name: str, identity: str, fin
 
 
 def _segment(part: Any, finder: _Finder, where: str) -> Segment:
-    caption = text_in(part, "caption", where)
+    segment = segment_of(part, where)
     name = part.get("filename")
-    return Segment(caption=caption, box=_box(part, where), image=finder.path(name) if isinstance(name, str) and name else None)
+    return replace(segment, image=finder.path(name) if isinstance(name, str) and name else None)
+
+
+def segment_of(part: Any, where: str) -> Segment:
+    """Caption and box of one part, without the crop's path. Raises ValueError as ``segment_records`` does."""
+    return Segment(caption=text_in(part, "caption", where), box=_box(part, where))
 
 
 def _box(part: Mapping[str, Any], where: str) -> tuple[float, float, float, float] | None:

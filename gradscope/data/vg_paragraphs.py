@@ -70,8 +70,8 @@ class VgParagraphs:
         folder = data_set_folder("vg-paragraphs", self.folder, (PARAGRAPHS,), self.info)
         splits = [split for split in SPLITS if (folder / f"{split}_split.json").is_file()]
         if not splits:
-            raise ValueError(f"{folder} has {PARAGRAPHS} but no train_split.json, val_split.json or test_split.json; get them from "
-                             f"{self.info.homepage}")  # fmt: skip
+            names = ", ".join(f"{split}_split.json" for split in SPLITS)
+            raise ValueError(f"'{folder}' holds {PARAGRAPHS} but none of {names}; get them from {self.info.homepage}")
         images = root_folder(self.image_root, folder)
         return DataSource(
             name="vg-paragraphs",
