@@ -173,12 +173,10 @@ def _warnings(captions: Captions, found: Geometry, truncated: int, context: int,
         "the encoder 'tiny' knows only 'scenes': on these captions it is out of domain, and this is not a result": foreign,
         f"{truncated:,} of {n:,} captions exceed {context} tokens and were compared by their beginning only": truncated,
         f"{duplicates:,} captions occur more than once, word for word: false negatives, not hard ones": duplicates,
-        f"{captions.n_empty:,} of {captions.n_rows:,} records have an empty caption and were dropped": captions.n_empty,
         f"{captions.n_further:,} second and later captions of an image were not used": captions.n_further,
-        f"{captions.n_repeated_ids:,} records repeat an image id and look like hard negatives": captions.n_repeated_ids,
         f"{len(found.excluded):,} captions have a non-finite embedding and were left out": len(found.excluded),
     }
-    return [line for line, there in lines.items() if there]
+    return [*(line for line, there in lines.items() if there), *captions.notes]  # the notes count empty and joined rows
 
 
 def _provenance(captions: Captions, device: str) -> dict[str, Any]:
@@ -195,6 +193,7 @@ def _provenance(captions: Captions, device: str) -> dict[str, Any]:
         "source": captions.source,
         "sha256": captions.sha256,
         "caption_key": captions.key,
+        "split": captions.split,
         "device": device,
         "versions": versions,
     }

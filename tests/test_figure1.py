@@ -56,7 +56,7 @@ def test_files_hold_what_was_measured(tmp_path: Path) -> None:
     found = measure(tmp_path, "toy", 40, *further)
     assert (found.n_rows, found.n_empty, found.n_excluded, found.n) == (45, 1, 1, 43)
     assert (found.n_duplicates, found.n_distinct, found.n_truncated) == (2, 43, 1)
-    assert len(found.warnings) == 4
+    assert len(found.warnings) == 5
     assert found.top_pairs[0].identical
     assert found.top_pairs[0].shared_words == ("blue", "table")
     assert found.hardest_counts.sum() == 43

@@ -19,7 +19,7 @@ _SHOWN_WORDS = 12
 
 
 def caption_geometry(
-    data: Annotated[list[str], typer.Argument(help="A name (scenes, docci, dci) or a caption file.", show_default=False)],
+    data: Annotated[list[str], typer.Argument(help="Names of `gradscope data list`, caption files or folders.", show_default=False)],
     encoder: Annotated[
         str | None,
         typer.Option(
@@ -32,6 +32,7 @@ def caption_geometry(
     caption_key: Annotated[
         str | None, typer.Option(help="Key or column that holds the captions; found by itself if usual.", show_default=False)
     ] = None,
+    split: Annotated[str, typer.Option(help="Of every data set named; may be joined, a+b. [default: each one's own choice]")] = "",
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with data, before $GRADSCOPE_DATA and the cache.", show_default=False)
     ] = None,
@@ -51,7 +52,7 @@ def caption_geometry(
     from gradscope.console import console, out, progress
     from gradscope.data.captions import read_captions
 
-    sources = [read_captions(d, caption_key=caption_key, data_dir=data_dir, encoding=encoding) for d in data]
+    sources = [read_captions(d, caption_key=caption_key, data_dir=data_dir, encoding=encoding, split=split) for d in data]
     _refuse_equal_names([source.name for source in sources])
 
     from gradscope.caption_geometry import measure_captions
