@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 CAPTION_KEYS = (
@@ -25,7 +26,9 @@ REGION_KEYS = ("segments", "regions")
 Item = tuple[str, object]
 
 
+@lru_cache(maxsize=1024)
 def folded(key: object) -> str:
+    """How keys are compared."""
     return str(key).strip().casefold()
 
 
@@ -67,7 +70,7 @@ def find_columns(items: Sequence[Item], *, image_key: str = "", caption_key: str
                 raise ValueError(f"{flag} {key} was given, but {_place(items)} holds strings without keys; leave it out.")
         return Columns(caption="")
     where, first = records[0]
-    present = {folded(key): None for _, value in records for key in value}
+    present = {folded(key) for key in dict.fromkeys(key for _, value in records for key in value)}
     caption = _caption(where, first, folded(caption_key))
     if image_key and folded(image_key) not in present:
         raise ValueError(f"{where}: no key '{image_key}' among {_listed(first)}; name the pictures' key with --image-key.")

@@ -16,9 +16,11 @@ from pathlib import Path
 def picture_paths(given: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
     """Paths in the same order (whether or not they exist), and notes with counts."""
     joined = {name: str(root / name) for name in dict.fromkeys(given)}
-    shorter = {name: found for name, path in joined.items() if not Path(path).exists() and (found := _shorter(name, root))}
+    tails = _Tails(root)
+    absent = [name for name, path in joined.items() if not os.path.exists(path)]  # noqa: PTH110 - a million times
+    shorter = {name: found for name in absent if (found := tails.find(name))}
     claims: defaultdict[str, set[str]] = defaultdict(set)
-    for name in joined:
+    for name in joined if shorter else ():
         claims[os.path.normpath(shorter.get(name, joined[name]))].add(os.path.normpath(name.replace("\\", "/")))
     disputed = {name for name, path in shorter.items() if len(claims[os.path.normpath(path)]) > 1}
     paths = {name: path if name in disputed else shorter.get(name, path) for name, path in joined.items()}
@@ -30,13 +32,27 @@ def picture_paths(given: Sequence[str], root: Path) -> tuple[list[str], list[str
     return [paths[name] for name in given], notes
 
 
-def _shorter(name: str, root: Path) -> str | None:
-    """The longest tail of the path that exists under the root."""
-    parts = [part for part in name.replace("\\", "/").split("/") if part not in ("", ".")]
-    if len(parts) == 1 and name == parts[0]:
-        return None
-    tails = ("/".join(parts[start:]) for start in range(len(parts)) if ".." not in parts[start:])
-    return next((str(root / tail) for tail in tails if (root / tail).is_file()), None)
+class _Tails:
+    """Files under the root whose path is the end of a path given. The folders of each path given are looked for once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self._folders: dict[str, list[str]] = {}
+
+    def find(self, name: str) -> str | None:
+        """The longest end of the path that exists under the root."""
+        folder, file = os.path.split(name.replace("\\", "/"))
+        if not folder or not file:
+            return None
+        if folder not in self._folders:
+            self._folders[folder] = self._there(folder)
+        ends = (os.path.join(place, file) for place in self._folders[folder])  # noqa: PTH118
+        return next((end for end in ends if os.path.isfile(end)), None)  # noqa: PTH113
+
+    def _there(self, folder: str) -> list[str]:
+        parts = [part for part in folder.split("/") if part not in ("", ".")]
+        ends = (parts[start:] for start in range(len(parts) + 1) if ".." not in parts[start:])
+        return [place for end in ends if (place := str(Path(self._root, *end))) and Path(place).is_dir()]
 
 
 class Identities:
