@@ -9,6 +9,7 @@ import typer
 from gradscope.cli.compare import compare
 from gradscope.cli.data import app as data
 from gradscope.cli.demo import demo
+from gradscope.cli.encoders import app as encoders
 from gradscope.cli.evaluate import evaluate
 from gradscope.cli.figures import figure
 from gradscope.cli.geometry import caption_geometry
@@ -37,6 +38,7 @@ app.command("caption-geometry")(caption_geometry)
 app.command("figure")(figure)
 app.command("demo")(demo)
 app.add_typer(data)
+app.add_typer(encoders)
 
 
 @app.callback(invoke_without_command=True)
