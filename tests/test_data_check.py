@@ -289,6 +289,18 @@ def test_against_another_data_set(clean, tmp_path):
     assert run(clean, "--split", "test", "--against", other).exit_code == 1
 
 
+def test_sharegpt4v_trained_on_its_own_test_records(tmp_path):
+    """E08: all 1,200 records of a list are trained on, its first 1,000 are evaluated."""
+    rows = [{"filename": f"sam/{k}.jpg", "caption": f"The picture shows {k} things."} for k in range(1200)]
+    (tmp_path / "all.json").write_text(json.dumps(rows))
+    (tmp_path / "first.json").write_text(json.dumps(rows[:1000]))
+    (tmp_path / "rest.json").write_text(json.dumps(rows[1000:]))
+    result = run(tmp_path / "first.json", "--captions-only", "--against", tmp_path / "all.json")
+    assert result.exit_code == 1, result.output
+    assert "1,000 of 1,000 (by id 0, file 0, content 0, caption 1,000)" in result.output
+    assert run(tmp_path / "first.json", "--captions-only", "--against", tmp_path / "rest.json").exit_code == 0
+
+
 @pytest.mark.parametrize("flags", [["--split", "tset"], ["--against", "nowhere:train"], ["--encoder", "no"]])
 def test_bad_input_is_one_sentence(clean, flags):
     result = run(clean, *flags)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from gradscope.data.check import Checked, Tokenize
-    from gradscope.data.check_sets import Piece, Report
+    from gradscope.data.check_sets import Piece, Report, SplitOverlap
     from gradscope.data.source import DataSource
 
 _CONTEXTS = (77, 248)
@@ -141,16 +141,15 @@ def _tables(report: Report, tokens_of: str) -> list[Table]:
     if any(checked.pictures is not None and checked.pictures.decoded for checked in found):
         tables.append(_table("Pictures", heads, _pictures(found)))
     if report.overlaps:
-        rows = [
-            [
-                f"{o.evaluated} in {o.trained}",
-                *(f"{o.counts[key]:,}" for key in ("id", "file", "content", "caption", "any")),
-                f"{o.records:,}",
-            ]
-            for o in report.overlaps
-        ]
-        tables.append(_table("Overlap", ["id", "file", "content", "caption", "any", "of"], rows))
+        tables.append(_table("Overlap", ["id", "file", "content", "caption", "any", "of"], map(_overlap, report.overlaps)))
     return tables
+
+
+def _overlap(found: SplitOverlap) -> list[str]:
+    """Files that were not looked at are a dash, not a zero."""
+    unseen = ("file", "content") if found.uncompared == found.records else ()
+    cells = ["-" if level in unseen else f"{found.counts[level]:,}" for level in ("id", "file", "content", "caption", "any")]
+    return [f"{found.evaluated} in {found.trained}", *cells, f"{found.records:,}"]
 
 
 def _records(found: Sequence[Checked]) -> list[list[str]]:
@@ -218,6 +217,11 @@ def _lines(report: Report) -> list[str]:
         lines += _names(checked)
     if any(found.uncompared for found in report.overlaps):
         lines.append("overlap: records whose picture was not looked at were compared by id and caption only")
+    for found in report.overlaps:
+        if found.counts["name_only"]:
+            lines.append(
+                f"{found.evaluated}: {found.counts['name_only']:,} more share a file name with {found.trained}, and nothing else"
+            )
     findings = report.findings()
     lines += [f"finding: {said}" for said in findings]
     return lines if findings else [*lines, "nothing found that would change a result"]

@@ -39,6 +39,7 @@ WIDTH = 16
 ABSENT = bytes(WIDTH)
 _END = 64 * 1024
 _PIECE = 1024 * 1024
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,6 +69,8 @@ class ItemTable:
 
 def normalised(caption: str) -> str:
     """NFKC, case folded, white space collapsed: equal for captions that differ in typography only."""
+    if caption.isascii():
+        return " ".join(caption.lower().split())  # the same, and most captions
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", caption).casefold())
     return " ".join(folded.split())
 
@@ -125,26 +128,29 @@ def items(
         advance: told (done, total) while files are read.
     """
 
-    def look(path: str | None) -> tuple[int, bytes]:
-        size = file_size(path)
-        wanted = path is not None and size >= 0 and contents != "none" and (among is None or size in among)
-        return size, file_digest(path, contents) if wanted and path is not None else ABSENT
+    def look(paths: Sequence[str | None]) -> list[tuple[int, bytes]]:
+        sizes = [file_size(path) for path in paths]
+        wanted = [size >= 0 and contents != "none" and (among is None or size in among) for size in sizes]
+        return [
+            (size, file_digest(path, contents) if asked and path is not None else ABSENT)
+            for path, size, asked in zip(paths, sizes, wanted, strict=True)
+        ]
 
-    sizes, digests = [], []
+    images = [record.image for record in records]
+    seen: list[tuple[int, bytes]] = []
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        for done, (size, digest) in enumerate(pool.map(look, (record.image for record in records)), 1):
-            sizes.append(size)
-            digests.append(digest)
+        for some in pool.map(look, (images[at : at + _AT_ONCE] for at in range(0, len(images), _AT_ONCE))):
+            seen += some
             if advance:
-                advance(done, len(records))
+                advance(len(seen), len(records))
     captions = [(row, text_digest(text)) for row, record in enumerate(records) for text in _texts(record)]
     return ItemTable(
         source=source,
         contents=contents,
         ids=_rows(text_digest(record.id) for record in records),
         names=_rows(ABSENT if record.image is None else text_digest(base_name(record.image)) for record in records),
-        sizes=np.array(sizes, np.int64),
-        digests=_rows(digests),
+        sizes=np.array([size for size, _ in seen], np.int64),
+        digests=_rows(digest for _, digest in seen),
         captions=_rows(digest for _, digest in captions),
         caption_rows=np.array([row for row, _ in captions], np.int64),
     )
