@@ -16,8 +16,9 @@ from socket import SHUT_RDWR
 class Served:
     """A file, and what goes wrong with the next answers (one trouble each; afterwards the server behaves).
 
-    Troubles: ("cut", share) sends so much of the body and closes; ("status", code, headers); ("html",) a page with status 200;
-    ("short", n) sends n bytes and says that is all; ("corrupt",) flips a byte; ("redirect", url).
+    Troubles: ("cut", share) sends so much of the body and closes; ("stall", share) sends so much and then nothing;
+    ("status", code, headers); ("html",) a page with status 200; ("short", n) sends n bytes and says that is all; ("corrupt",) flips
+    a bit; ("redirect", url). ``always`` is the trouble of every answer after those.
     """
 
     content: bytes
@@ -134,7 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         body = content[start:]
         length = len(body) if served.stated is None else served.stated
-        cut = round(trouble[1] * len(body)) if trouble[:1] == ("cut",) else None
+        cut = round(trouble[1] * len(body)) if trouble[:1] in (("cut",), ("stall",)) else None
+        self.stalls = trouble[:1] == ("stall",)
         self._answer(status, body, headers, length=length, cut=cut)
 
     def _answer(self, code: int, body: bytes, headers: dict[str, str], length: int | None = None, cut: int | None = None) -> None:
@@ -152,6 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.asked.sent = len(body)
         try:
             self.wfile.write(body)
+            if cut is not None and self.stalls:
+                self.wfile.flush()
+                self.connection.recv(1)  # until the client is gone
             if cut is not None or length != len(body):
                 self.wfile.flush()
                 self.connection.shutdown(SHUT_RDWR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -165,6 +167,35 @@ def test_another_file_on_the_server_is_not_glued_to_the_old_part(server: FileSer
         assert (folder / "a").read_bytes() == other
 
 
+def test_a_killed_process_is_taken_up(server: FileServer, tmp_path: Path):
+    server.add("a", WORDS, troubles=[("stall", 0.4)])
+    command = [sys.executable, "-c", TWO, tmp_path, server.url("a"), SHA]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    part = tmp_path / ".fetch/a.part"
+    until = time.monotonic() + 30
+    while not (part.exists() and part.stat().st_size > 100_000) and time.monotonic() < until:
+        time.sleep(0.01)
+    first.kill()
+    first.communicate()
+    here = part.stat().st_size
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True"
+    assert (tmp_path / "a").read_bytes() == WORDS
+    assert (server.log[-1].status, server.log[-1].headers["range"]) == (206, f"bytes={here}-")
+
+
+def test_a_silent_server_is_left_and_asked_again(server: FileServer, tmp_path: Path):
+    server.add("a", WORDS, troubles=[("stall", 0.4)])
+    lines: list[str] = []
+    impatient = Patience(tries=3, pause=0.01, timeout=0.3)
+    Fetcher(say=lines.append, patience=impatient)(info_of(Download(to="a", url=server.url("a"))), tmp_path)
+    assert (tmp_path / "a").read_bytes() == WORDS
+    assert [a.status for a in server.log] == [200, 206]
+    assert len(lines) == 1
+    assert lines[0].startswith("a: ")
+    assert "trying again in 0 s" in lines[0]
+
+
 @pytest.mark.parametrize("part", [WORDS[:1000][::-1], WORDS[::-1], WORDS + b"more"])
 def test_a_bad_part_of_an_earlier_run_is_started_anew(server: FileServer, tmp_path: Path, part: bytes):
     """The part does not hold what the note beside it says: it is found by the hash, once, and fetched from the first byte."""
@@ -269,6 +300,30 @@ def test_redirects(server: FileServer, tmp_path: Path):
     assert [a.status for a in server.log] == [302, 302, 200, 302, 302, 206]
     server.add("loop", b"", always=("redirect", "/loop"))
     assert "cannot be fetched" in refused(tmp_path, Download(to="loop", url=server.url("loop")))
+
+
+def test_a_proxy_is_used(server: FileServer, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", server.url(""))
+    monkeypatch.setenv("http_proxy", server.url(""))
+    address = "http://data.example.invalid/a"
+    server.add("a", WORDS)
+    server.files[address] = server.files["/a"]
+    fetch(tmp_path, Download(to="a", url=address))
+    assert (tmp_path / "a").read_bytes() == WORDS
+    assert [a.path for a in server.log] == [address]
+
+
+def test_content_that_is_compressed_on_the_way(server: FileServer, tmp_path: Path):
+    """Though we ask for none. Then the length is not that of the file, and a cut starts anew."""
+    packed = gzip.compress(WORDS)
+    server.add("a", packed, headers={"Content-Encoding": "gzip"}, troubles=[("cut", 0.9)])
+    (got,) = fetch(tmp_path, Download(to="a", url=server.url("a"), size=len(WORDS)))
+    assert (got.size, got.checked) == (len(WORDS), "size")
+    assert (tmp_path / "a").read_bytes() == WORDS
+    assert not any("range" in a.headers for a in server.log)
+    server.add("b", gzip.compress(tarred(PICTURES, "w")), headers={"Content-Encoding": "gzip"})
+    (got,) = fetch(tmp_path, Download(to="b.tar.gz", url=server.url("b"), unpack=True))
+    assert got.files == 3
 
 
 def test_a_disk_too_small(server: FileServer, tmp_path: Path):

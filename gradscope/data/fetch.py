@@ -145,6 +145,7 @@ class Fetcher:
                 _side(found, ".part"),
                 patience=self.patience,
                 advance=lambda done, total: self.advance(found.download.to, done, total),
+                say=self.say,
                 copies=2 if found.download.unpack else 1,
             )
         files = self._unpacked(found) if found.download.unpack else None

@@ -108,13 +108,15 @@ def transfer(
     part: Path,
     *,
     patience: Patience,
-    advance: Callable[[int, int | None], None] | None = None,
+    advance: Callable[[int, int | None], None],
+    say: Callable[[str], None],
     copies: int = 1,
 ) -> Got:
     """Bring ``remote`` to ``target``, through ``part`` (kept when this fails, so that a later call goes on).
 
     Args:
         advance: called with (bytes here, bytes in all or None).
+        say: told when and why an attempt is repeated.
         copies: how many times its size must be free on the disk; 2 for an archive that is unpacked.
 
     Raises:
@@ -123,7 +125,7 @@ def transfer(
     """
     part.parent.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    job = _Job(client=client, remote=remote, target=target, part=part, advance=advance or (lambda done, total: None), copies=copies)
+    job = _Job(client=client, remote=remote, target=target, part=part, advance=advance, say=say, copies=copies)
     resumed = part.exists()
     _until_whole(job, patience)
     wrong, got = _examine(part, remote, job.total())
@@ -150,6 +152,7 @@ class _Job:
     target: Path
     part: Path
     advance: Callable[[int, int | None], None]
+    say: Callable[[str], None]
     copies: int
 
     @property
@@ -197,7 +200,9 @@ def _until_whole(job: _Job, patience: Patience) -> None:
         if failed >= patience.tries:
             kept = f"{job.here():,} bytes are kept; run the same command again to go on" if job.here() else "nothing arrived"
             raise ValueError(f"{job.remote.url} stopped {failed} times in a row without progress ({why}); {kept}")
-        time.sleep(max(wait, patience.pause * 2 ** max(failed - 1, 0)))
+        wait = max(wait, patience.pause * 2 ** max(failed - 1, 0))
+        job.say(f"{job.target.name}: {why}; trying again in {wait:.0f} s")
+        time.sleep(wait)
 
 
 def _attempt(job: _Job) -> None:
@@ -317,7 +322,7 @@ def _refuse_content(head: bytes, remote: Remote, target: Path) -> None:
     if target.suffix.lower() not in (".html", ".htm") and head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         raise ValueError(f"{remote.url} sent a web page instead of '{target.name}'; open the address in a browser")
     magic = _MAGIC.get(target.suffix.lower())
-    if magic and not head.startswith(magic):
+    if magic and not head.startswith(magic) and head[257:262] != b"ustar":  # some servers unpack gzip on the way; tar reads both
         raise ValueError(f"{remote.url} sent something that is no {target.suffix} file (it begins with {head[:16]!r}); nothing is kept")
 
 
