@@ -7,7 +7,7 @@ are promoted at load (Adam's eps of 1e-8 is zero in fp16).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,22 @@ class DualEncoder(nn.Module):
         self.config = config
         self.name = name
         self.token_log_scale: nn.Parameter | None = None
+        self.resting: list[nn.Module] = []
+
+    # ---- modes
+
+    def rest(self, modules: Iterable[nn.Module]) -> None:
+        """Keeps ``modules`` (frozen ones) in evaluation mode whatever ``train`` says."""
+        self.resting += modules
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> DualEncoder:
+        super().train(mode)
+        for module in self.resting:
+            module.eval()
+        return self
+
+    # ---- sizes and scales
 
     @property
     def context(self) -> int:
@@ -114,15 +130,16 @@ class DualEncoder(nn.Module):
         """One batch through both towers; with ``tokens`` the patch and word outputs too."""
         pixels, ids = batch.images["full"], batch.texts["full"]
         if not tokens:
-            return Embeddings(image=self.embed_image(pixels), text=self.embed_text(ids), scale=self.scale())
-        image, text = image_tokens(self.model, pixels), text_tokens(self.model, ids)
+            image, text = self.embed_image(pixels), self.embed_text(ids)
+            return Embeddings(image=_watchable(image), text=_watchable(text), scale=self.scale())
+        pictures, captions = image_tokens(self.model, pixels), text_tokens(self.model, ids)
         assert self.token_log_scale is not None
         return Embeddings(
-            image=F.normalize(image.pooled.float(), dim=-1),
-            text=F.normalize(text.pooled.float(), dim=-1),
+            image=_unit(pictures.pooled),
+            text=_unit(captions.pooled),
             scale=self.scale(),
-            image_tokens=F.normalize(image.tokens.projected.float(), dim=-1),
-            text_tokens=F.normalize(text.tokens.projected.float(), dim=-1),
+            image_tokens=_unit(pictures.tokens.projected),
+            text_tokens=_unit(captions.tokens.projected),
             text_valid=self.text_valid(ids),
             token_scale=self.token_log_scale.float().exp(),
         )
@@ -141,19 +158,47 @@ class DualEncoder(nn.Module):
         return {name: rows[id(parameter)] for name, parameter in self.named_parameters() if id(parameter) in rows}
 
     def has_batch_norm(self) -> bool:
-        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.modules())
+        """Whether batch statistics are in use; those of frozen parts rest."""
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._active())
 
     def has_dropout(self) -> bool:
-        """Of any make: of units, of attention weights, of patches or of whole paths."""
-        return any(_drop_rate(module) > 0 for module in self.modules())
+        """Of any make: of units, of attention weights, of patches or of whole paths; in parts that are not frozen."""
+        return any(_drop_rate(module) > 0 for module in self._active())
+
+    def _active(self) -> list[nn.Module]:
+        still = {id(inner) for module in self.resting for inner in module.modules()}
+        return [module for module in self.modules() if id(module) not in still]
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return _watchable(F.normalize(rows.float(), dim=-1))
+
+
+def _watchable(rows: Tensor) -> Tensor:
+    """Rows of a frozen tower become leaves: no backward enters the tower, yet the gradient AT them can be read and replayed."""
+    return rows.requires_grad_() if torch.is_grad_enabled() and not rows.requires_grad else rows
+
+
+#: Where Hugging Face encoders keep dropout that is not a module.
+_HF_RATES = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "dropout_rate",
+    "encoder_layerdrop",
+)
 
 
 def _drop_rate(module: nn.Module) -> float:
     if isinstance(module, nn.MultiheadAttention):
         return module.dropout
-    if "drop" not in type(module).__name__.lower():
-        return 0.0
-    return max(float(getattr(module, name, None) or 0.0) for name in ("p", "prob", "drop_prob"))
+    config = getattr(module, "config", None)
+    rates = [float(getattr(config, name, None) or 0.0) for name in _HF_RATES if config is not None]
+    if "drop" in type(module).__name__.lower():
+        rates += [float(getattr(module, name, None) or 0.0) for name in ("p", "prob", "drop_prob")]
+    return max(rates, default=0.0)
 
 
 @contextmanager

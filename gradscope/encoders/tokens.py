@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 #: Names under which Hugging Face encoders keep a norm of their own behind the blocks (T5, M2M-100).
-_FINAL_NORMS = ("final_layer_norm", "layer_norm")
+FINAL_NORMS = ("final_layer_norm", "layer_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ def _hf_reader(text: Any) -> _Reader:
     from open_clip.hf_model import ClsPooler
 
     inner = text.transformer
-    norm = next((getattr(inner, name) for name in _FINAL_NORMS if hasattr(inner, name)), None)
+    norm = next((getattr(inner, name) for name in FINAL_NORMS if hasattr(inner, name)), None)
     pooler = getattr(inner, "pooler", None) if isinstance(text.pooler, ClsPooler) and text.pooler.use_pooler_output else None
 
     def alone(_: Tensor, after: Tensor) -> Tensor:
