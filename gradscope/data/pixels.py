@@ -2,9 +2,10 @@
 
     exact    PIL decodes and resizes: the same bits as open_clip's evaluation transform on the picture ``load_rgb`` returns
     fast     the same size, crop and filter, but the resize runs on the uint8 tensor, in SIMD: within 1 level of 255 of exact.
-             JPEGs in RGB or gray are decoded by torchvision, to the same bits as by PIL. Small pictures are resized as by exact
-    scaled   such JPEGs are decoded at 1/2, 1/4 or 1/8, never below twice the wanted size; then as fast. On photographs within
-             3 levels of exact; on a pattern finer than that half, noise or a screen of dots, it can be more
+             JPEGs in RGB or gray are decoded by torchvision, to the same bits as by PIL. Small and very tall pictures are resized
+             as by exact
+    scaled   such JPEGs are decoded at 1/2, 1/4 or 1/8, never below three times the wanted size; then as fast. On photographs within
+             3 levels of exact, single pixels aside; on patterns as fine as a pixel, noise or a screen of dots, it can be far more
 
 Sizes and crops are those of torchvision and open_clip: the long side is int(size * long / short), the crop starts at
 round((side - size) / 2); another rounding would move the picture by a pixel.
@@ -41,8 +42,13 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 #: Below so many pixels for each of the result the fast resize gains little and, with its shorter weights, can be 2 levels off.
 FAST_FROM = 4
 
+#: From Pillow 13 on, pictures taller than twice their width, or made much flatter, are resized in the vertical direction first.
+#: Both directions round and clip to 8 bits, so another order can be 20 levels off on noise.
+TALL = 2
+FLATTENED = 1.25
+
 #: A scaled decode keeps at least so many pixels for each wanted one, in both directions.
-SCALED_MARGIN = 2
+SCALED_MARGIN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +112,13 @@ class PixelPath:
         if whole is None:
             whole = _tensor(load_rgb(path))
         place = self.placement(whole.shape[1], whole.shape[2])
-        if whole[0].numel() < FAST_FROM * place.height * place.width:
+        if _differs_in_simd(whole.shape[1], whole.shape[2], place):
             return self.exact_levels(Image.fromarray(whole.permute(1, 2, 0).numpy()))
         small = F.interpolate(whole[None], (place.height, place.width), mode=self.filter, antialias=True)[0]
         return self._placed(small, place)
 
     def _scaled_levels(self, path: str | Path) -> Tensor | None:
-        """None where the file is no plain JPEG, or too small to be worth it."""
+        """None where the file is no plain JPEG, or its picture too small or too tall."""
         with opened(path) as image:
             if not _plain_jpeg(image):
                 return None
@@ -121,7 +127,7 @@ class PixelPath:
             place = self.placement(*(full[::-1] if sideways else full))
             wanted = (place.width, place.height) if sideways else (place.height, place.width)
             image.draft(image.mode, (SCALED_MARGIN * wanted[1], SCALED_MARGIN * wanted[0]))
-            if image.size == full[::-1]:
+            if image.size == full[::-1] or _differs_in_simd(*full, place):
                 return None
             reduced = _tensor(to_rgb(image))  # [3, ceil(h / s), ceil(w / s)]
         return self._placed(turned(self._from_reduced(reduced, full, wanted), turn), place)
@@ -208,6 +214,11 @@ def turned(picture: Tensor, orientation: int) -> Tensor:
 
 def _plain_jpeg(image: Image.Image) -> bool:
     return image.format == "JPEG" and image.mode in ("RGB", "L")
+
+
+def _differs_in_simd(height: int, width: int, place: Placement) -> bool:
+    down, across = height / place.height, width / place.width
+    return down * across < FAST_FROM or height > TALL * width or down > FLATTENED * across
 
 
 def _decoded_jpeg(path: str | Path) -> Tensor | None:
