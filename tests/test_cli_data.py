@@ -195,6 +195,15 @@ def test_a_stopped_fetch_is_one_line_and_goes_on(cli, toy: FileServer, tmp_path:
     assert "still missing in here/toy-set: images/, photos/" in out
 
 
+def test_what_lies_there_under_another_name_is_left_alone(cli, toy: FileServer, tmp_path: Path):
+    for folder in ("images", "photos"):
+        (tmp_path / "all" / folder).mkdir(parents=True)
+    (tmp_path / "all/captions.json").write_bytes(CAPTIONS)
+    assert "toy-set is on disk already in all; nothing to do" in cli("fetch", "toy-set", "--data-dir", "all")[1]
+    assert not toy.log
+    assert "images.zip: fetched" in cli("fetch", "toy-set", "--data-dir", "other")[1]
+
+
 def test_nothing_to_fetch(cli, monkeypatch):
     assert cli("fetch", "scenes")[:2] == (0, "scenes needs no download: it is drawn on first use.\n")
     register(

@@ -112,6 +112,10 @@ def fetch_data(
         out.print(f"{name} needs no download: {info.how}.", soft_wrap=True)
         return
     folder = fetch_folder(name, info, data_dir)
+    found = on_disk(name, info, data_dir)
+    if found.state == "yes" and found.folder != folder and data_dir in (None, found.folder):
+        out.print(f"{name} is on disk already in {found.folder}; nothing to do (--data-dir names another place)", soft_wrap=True)
+        return
     console.print(f"{name}: {info.title}. Licence: {info.licence} ({info.homepage}).", soft_wrap=True)
     patience = Patience(tries=tries)
     if dry_run:

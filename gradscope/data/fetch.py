@@ -180,7 +180,7 @@ class Fetcher:
 
 def fetch_folder(name: str, info: DataInfo, data_dir: Path | None = None) -> Path:
     """Where ``name`` is fetched to: where it is already, else NAME in --data-dir, $GRADSCOPE_DATA or the cache's data folder."""
-    first = data_folders(data_dir)[0].expanduser() / name
+    first = data_folders(data_dir.expanduser() if data_dir else None)[0] / name
     if data_dir is not None or (first / ".fetch").is_dir():
         return first
     found = on_disk(name, info)

@@ -85,7 +85,7 @@ def on_disk(name: str, info: DataInfo, given: Path | None = None) -> OnDisk:
     """
     needs = info.needs()
     best = OnDisk(folder=None, present=(), missing=tuple(" or ".join(need) for need in needs))
-    for root in data_folders(given):
+    for root in data_folders(given.expanduser() if given else None):
         for folder in (root / name, root):
             met = [any(is_there(folder, paths) for paths in need) for need in needs]
             named = list(zip((" or ".join(need) for need in needs), met, strict=True))
