@@ -296,6 +296,8 @@ def test_paths_of_another_machine_lead_to_pictures_under_the_root(tmp_path: Path
         root / "6.jpg",
     ]
     assert [r.image for r in found.records] == [str(p) for p in expected]
+    assert [r.id for r in found.records] == ["1", "2", "3", "x/4", "y/4", "5", "6"]
+    assert [r.id for r in read(path).records] == [r.id for r in found.records], "ids do not depend on what is on disk"
     assert any("3 pictures found under" in note for note in found.notes)
     assert any("2 pictures not looked for by file name" in note for note in found.notes)
     refused(path, "--image-root", "is no folder", image_root=str(tmp_path / "nothing"))

@@ -17,6 +17,9 @@ def picture_paths(given: Sequence[str], root: Path) -> tuple[list[str], list[str
     """Paths in the same order (whether or not they exist), and notes with counts."""
     joined = {name: str(root / name) for name in dict.fromkeys(given)}
     tails = _Tails(root)
+    for name, path in joined.items():
+        if "\\" in name and not os.path.exists(path):  # noqa: PTH110
+            joined[name] = str(root / name.replace("\\", "/"))
     absent = [name for name, path in joined.items() if not os.path.exists(path)]  # noqa: PTH110 - a million times
     shorter = {name: found for name in absent if (found := tails.find(name))}
     claims: defaultdict[str, set[str]] = defaultdict(set)
@@ -72,7 +75,7 @@ class Identities:
 def short_names(paths: Sequence[str], root: Path) -> dict[str, str]:
     """Path -> a name for the picture: its stem, longer where pictures share it (its path below the root, without suffix, then with)."""
     names: dict[str, str] = {}
-    rest = {path: _below(os.path.normpath(path), os.path.normpath(root)) for path in dict.fromkeys(paths)}
+    rest = {path: _below(os.path.normpath(path.replace("\\", "/")), os.path.normpath(root)) for path in dict.fromkeys(paths)}
     for shorten in (_stem, _without_suffix, str):
         groups: defaultdict[str, set[str]] = defaultdict(set)
         for below in rest.values():

@@ -117,14 +117,14 @@ def read_table(items: Sequence[Item], *, root: Path, image_key: str = "", captio
     """
     columns = find_columns(items, image_key=image_key, caption_key=caption_key)
     rows = [_row(where, item, columns, root) for where, item in items]
-    paths, notes = picture_paths([row.image for row in rows if row.image is not None], root)
-    named = iter(paths)
-    for row in rows:
-        row.image = None if row.image is None else next(named)
-    names = short_names(paths, root) if not columns.identity else {}
+    given = [row.image for row in rows if row.image is not None]
+    paths, notes = picture_paths(given, root)
+    names = short_names(given, root) if not columns.identity else {}  # of the paths as given: the same on every machine
+    found = dict(zip(given, paths, strict=True))
     for number, row in enumerate(rows, start=1):
         if row.identity is None:
             row.identity = str(number) if row.image is None else names[row.image]
+        row.image = None if row.image is None else found[row.image]
     return OwnTable(columns=columns, rows=rows, notes=tuple(notes))
 
 
