@@ -156,7 +156,8 @@ def test_the_protocol_says_everything_in_words() -> None:
     assert read_protocol(json.loads(json.dumps(facts.facts()))) == facts
     text = "; ".join(facts.sentences())
     for words in (
-        "9 images, 20 captions (hit if any caption", "of 10 records (1 without a picture, 0 with a bad one left out)", "ties in random order",
+        "9 images, 20 captions (hit if any caption", "of 10 records (1 without a picture, 0 with a bad one left out)",
+        "ties in random order",
         "context 77 tokens, 3 captions cut (15.0%)", "pixels 16 x 16", "float64 scores", "one note",
     ):  # fmt: skip
         assert words in text
