@@ -277,6 +277,7 @@ def test_columns_are_guessed_shown_and_overridden(tmp_path: Path) -> None:
     none = write(tmp_path / "c.jsonl", [{"caption": "x"}])
     assert "no key that names pictures (--image-key)" in read(none).notes[0]
     assert read(none).records[0].image is None
+    refused(none, "--image-root was given", "--image-key", image_root=str(tmp_path))
 
 
 def test_paths_of_another_machine_lead_to_pictures_under_the_root(tmp_path: Path) -> None:
@@ -336,6 +337,8 @@ def test_nested_lists_of_segments(tmp_path: Path) -> None:
     found = read(path)
     assert [(r.captions, [s.caption for s in r.segments]) for r in found.records] == [(("whole",), ["part"])]
     assert found.notes[0].startswith("captions from 'original_caption'")
+    found = read(path, caption_key="original_caption", image_key="original_filename")
+    assert [(r.captions, r.segments) for r in found.records] == [(("whole",), ())]
 
 
 def test_splits_are_the_values_of_a_column(tmp_path: Path) -> None:
@@ -378,6 +381,9 @@ def test_a_folder_of_split_files(tmp_path: Path) -> None:
     source = open_data(str(tmp_path))
     assert source.splits() == ["train", "val", "test"]
     assert [source.records(s)[0].image for s in source.splits()] == [str(tmp_path / "images" / f"{n}.jpg") for n in (1, 2, 3)]
+    write(tmp_path / "train.csv", "image,caption,split\n1.jpg,one,train\n2.jpg,two,validation\n")
+    assert len(source.records("train")) == 2
+    assert source.read("train").notes[-1].startswith("the column 'split' of train.csv (train, val) is not used")
     write(tmp_path / "test.json", "[]")
     refused(tmp_path, "two files for the split 'test': test.json and test.jsonl")
 

@@ -51,7 +51,10 @@ def read_items(path: Path, *, caption_key: str = "", encoding: str = "") -> list
 
 def decode(path: Path, encoding: str = "") -> str:
     """The text of a file. Raises ValueError with the line of the first byte that is not in the encoding."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error.strerror}.") from error
     utf8 = encoding.lower() in ("", "utf-8", "utf8", "utf_8", "utf-8-sig")
     utf16 = utf8 and content[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:

@@ -11,6 +11,7 @@ Whether pictures exist is not checked here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +70,7 @@ class OwnFiles:
 
     def _file(self, path: Path) -> Mapping[str, Callable[[], OwnRecords]]:
         items = self._items(path)
-        if _is_segment_list(items):
+        if self._is_segment_list(items):
             return {"all": partial(self._segments, path, items)}
         table = self._table(path, items)
         return {split: partial(table.read, split) for split in table.splits()}
@@ -84,7 +85,7 @@ class OwnFiles:
                 "beside them; name the file, or move one of the two."
             )
         if files:
-            return {split: partial(self._whole, file) for split, file in files.items()}
+            return {split: partial(self._whole, file, split) for split, file in files.items()}
         if pairs:
             if self.image_key or self.caption_key or self.image_root:
                 raise ValueError(
@@ -118,9 +119,16 @@ class OwnFiles:
             )
         return found
 
-    def _whole(self, file: Path) -> OwnRecords:
+    def _whole(self, file: Path, split: str) -> OwnRecords:
         items = self._items(file)
-        return self._segments(file, items) if _is_segment_list(items) else self._table(file, items).read()
+        if self._is_segment_list(items):
+            return self._segments(file, items)
+        table = self._table(file, items)
+        found = table.read()
+        if not table.columns.split or table.splits() == [split]:
+            return found
+        note = f"the column 'split' of {file.name} ({', '.join(table.splits())}) is not used: the name of the file is the split"
+        return dataclasses.replace(found, notes=(*found.notes, note))
 
     def _items(self, file: Path) -> list[Item]:
         items = read_items(file, caption_key=self.caption_key, encoding=self.encoding)
@@ -129,7 +137,16 @@ class OwnFiles:
         return items
 
     def _table(self, file: Path, items: list[Item]) -> OwnTable:
-        return read_table(items, root=self._root(file), image_key=self.image_key, caption_key=self.caption_key)
+        table = read_table(items, root=self._root(file), image_key=self.image_key, caption_key=self.caption_key)
+        if self.image_root and not table.columns.image:
+            raise ValueError(f"--image-root was given, but '{file}' has no key that names pictures; name it with --image-key.")
+        return table
+
+    def _is_segment_list(self, items: list[Item]) -> bool:
+        """The nested lists that GOAL and StructXLIP release, unless keys of one's own are asked for."""
+        first = items[0][1]
+        nested = isinstance(first, dict) and {"original_filename", "segment"} <= set(first)
+        return nested and not self.image_key and not self.caption_key
 
     def _segments(self, file: Path, items: list[Item]) -> OwnRecords:
         from gradscope.data.segment_lists import segment_records
@@ -146,12 +163,6 @@ class OwnFiles:
 def _records_and_notes(part: Callable[[], OwnRecords]) -> tuple[list[Record], list[str]]:
     found = part()
     return list(found.records), list(found.notes)
-
-
-def _is_segment_list(items: list[Item]) -> bool:
-    """The nested lists that GOAL and StructXLIP release."""
-    first = items[0][1]
-    return isinstance(first, dict) and {"original_filename", "segment"} <= set(first)
 
 
 def _split_files(folder: Path) -> dict[str, Path]:
