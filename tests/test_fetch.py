@@ -400,6 +400,18 @@ def test_a_read_only_folder(server: FileServer, tmp_path_factory: pytest.TempPat
         assert f"cannot write to {folder}: Permission denied" in done.stdout, done.stderr
 
 
+def test_a_whole_set_may_lie_where_nothing_can_be_written(server: FileServer, tmp_path: Path):
+    """The lock is a folder here, so that taking it would fail for every user, the system's own included."""
+    server.add("a", WORDS)
+    download = Download(to="a", url=server.url("a"))
+    fetch(tmp_path, download)
+    (tmp_path / ".fetch/lock").unlink(missing_ok=True)
+    (tmp_path / ".fetch/lock").mkdir()
+    assert not fetch(tmp_path, download)[0].new
+    (tmp_path / "a").unlink()
+    assert "cannot write to" in refused(tmp_path, download)
+
+
 TWO = """
 import sys, gradscope.data.fetch as f, gradscope.data.info as i
 from pathlib import Path

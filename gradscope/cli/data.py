@@ -215,7 +215,7 @@ def _print_plan(pieces: list[Piece], folder: Path) -> None:
         out.print(
             f"{found.download.to}: {what}, {_amount(found.size)}, from {source}{f' ({found.why})' if found.why else ''}", soft_wrap=True
         )
-    wanted = [found for found in pieces if found.state in ("missing", "unchecked")]
+    wanted = [found for found in pieces if not found.settled]
     unknown = sum(found.size is None for found in wanted)
     total = _amount(sum(found.size or 0 for found in wanted))
     out.print(

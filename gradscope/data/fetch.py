@@ -48,6 +48,10 @@ class Piece:
     why: str = ""
     size: int | None = None
 
+    @property
+    def settled(self) -> bool:
+        return self.state in ("whole", "by hand")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
@@ -80,6 +84,9 @@ class Fetcher:
                 next call goes on.
         """
         chosen = _chosen(info, only)
+        pieces = [piece(folder, download) for download in chosen]
+        if all(found.settled for found in pieces):  # also in a folder that may not be written
+            return [_settled(found) for found in pieces]
         try:
             with self._alone(folder), new_client(self.patience) as client:
                 return [self._one(client, piece(folder, download)) for download in chosen]
@@ -93,7 +100,7 @@ class Fetcher:
             return [self._sized(client, piece(folder, download)) for download in _chosen(info, only)]
 
     def _sized(self, client: Client, found: Piece) -> Piece:
-        if found.state in ("whole", "by hand") or found.size is not None:
+        if found.settled or found.size is not None:
             return found
         try:
             remote = self._remote(found.download)
@@ -123,15 +130,8 @@ class Fetcher:
             lock.release()
 
     def _one(self, client: Client, found: Piece) -> Fetched:
-        if found.state in ("whole", "by hand"):
-            receipt = _receipt(found)
-            return Fetched(
-                target=found.target,
-                new=False,
-                size=receipt.get("size", 0),
-                checked="receipt" if found.state == "whole" else "nothing: put there by hand",
-                files=len(receipt.get("files") or [0]),
-            )
+        if found.settled:
+            return _settled(found)
         if found.why:
             self.say(found.why)
         remote = self._remote(found.download)
@@ -199,6 +199,13 @@ def piece(folder: Path, download: Download) -> Piece:
     elif download.makes and next(folder.glob(download.makes), None) is not None:
         return dataclasses.replace(found, state="by hand", why=f"{folder / download.makes} is there, put there by hand: left alone")
     return dataclasses.replace(found, state="unchecked") if found.target.is_file() else found
+
+
+def _settled(found: Piece) -> Fetched:
+    receipt = _receipt(found)
+    checked = "receipt" if found.state == "whole" else "nothing: put there by hand"
+    files = len(receipt.get("files") or [0])
+    return Fetched(target=found.target, new=False, size=receipt.get("size", 0), checked=checked, files=files)
 
 
 def _chosen(info: DataInfo, only: str) -> list[Download]:
