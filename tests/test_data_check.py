@@ -18,7 +18,7 @@ from gradscope.data.check import QUANTILES, check_pictures, find_duplicates, tok
 from gradscope.data.check_sets import Piece, check_data
 from gradscope.data.identity import items, normalised
 from gradscope.data.picture_facts import other_case, picture_facts
-from gradscope.types import Record
+from gradscope.types import Record, Segment
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def test_token_lengths_are_those_of_a_loop(seed):
         Record(id=str(k), image=None, captions=tuple("w " * draw.randrange(0, 300) for _ in range(draw.randrange(1, 4))))
         for k in range(400)
     ]
-    found = token_lengths(records, words, [77, 248, 20])
+    found = token_lengths([(r.id, c) for r in records for c in r.captions], words, [77, 248, 20])
     lengths = sorted(len(c.split()) + 2 for r in records for c in r.captions)
     assert found.captions == len(lengths)
     for name, level in QUANTILES.items():
@@ -289,6 +289,23 @@ def test_against_another_data_set(clean, tmp_path):
     assert run(clean, "--split", "test", "--against", other).exit_code == 1
 
 
+def test_parts_of_pictures_are_looked_at_too(tmp_path):
+    segments = (
+        Segment(caption="a part", box=(0, 0, 2, 2)),
+        Segment(caption="a long part " * 40, image=str(picture(tmp_path / "crop.png", 1, mode="L"))),
+        Segment(caption=" ", image=str(tmp_path / "gone.png")),
+    )
+    whole = Record(id="x", image=str(picture(tmp_path / "x.png", 0)), captions=("whole",), segments=segments)
+    piece = Piece(source="s", label="train", split="train", records=(whole,))
+    (found,) = check_data("x", [piece], tokenize=words, contexts=[77], pictures=True, workers=1, progress=silent).splits
+    assert found.segment_lengths.longer == {77: 1}
+    assert found.segment_lengths.longest == (("x", 122),)
+    assert found.lengths.captions == 1
+    assert found.pictures.modes == {"RGB": 1, "L": 1}
+    assert found.pictures.missing == (str(tmp_path / "gone.png"),)
+    assert found.empty == ("x",)
+
+
 def test_sharegpt4v_trained_on_its_own_test_records(tmp_path):
     """E08: all 1,200 records of a list are trained on, its first 1,000 are evaluated."""
     rows = [{"filename": f"sam/{k}.jpg", "caption": f"The picture shows {k} things."} for k in range(1200)]
@@ -301,7 +318,7 @@ def test_sharegpt4v_trained_on_its_own_test_records(tmp_path):
     assert run(tmp_path / "first.json", "--captions-only", "--against", tmp_path / "rest.json").exit_code == 0
 
 
-@pytest.mark.parametrize("flags", [["--split", "tset"], ["--against", "nowhere:train"], ["--encoder", "no"]])
+@pytest.mark.parametrize("flags", [["--split", "tset"], ["--against", "nowhere:train"], ["--encoder", "no"], ["--data-dir", "."]])
 def test_bad_input_is_one_sentence(clean, flags):
     result = run(clean, *flags)
     assert isinstance(result.exception, ValueError)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradscope.cli.evaluate import Caption, CaptionKey, DataDir, Encoding, ImageKey, ImageRoot
+
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gradscope.data.check import Checked, Tokenize
+    from gradscope.data.check import Checked, Lengths, Tokenize
     from gradscope.data.check_sets import Piece, Report, SplitOverlap
     from gradscope.data.source import DataSource
 
@@ -33,15 +35,18 @@ def check(
         str | None, typer.Option(help="Whose tokens are counted. Default: CLIP's byte pairs, no weights needed.", show_default=False)
     ] = None,
     captions_only: Annotated[bool, typer.Option("--captions-only", help="Leave the pictures alone.")] = False,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data sets.", show_default=False)] = None,
-    image_key: Annotated[str, typer.Option(help="Column of pictures in a file of your own.", show_default=False)] = "",
-    caption_key: Annotated[str, typer.Option(help="Column of captions.", show_default=False)] = "",
-    image_root: Annotated[str, typer.Option(help="Folder that picture paths are relative to.", show_default=False)] = "",
-    encoding: Annotated[str, typer.Option(help="Text encoding of a file of your own.", show_default=False)] = "",
+    data_dir: DataDir = None,
+    image_key: ImageKey = None,
+    caption_key: CaptionKey = None,
+    image_root: ImageRoot = None,
+    encoding: Encoding = None,
+    caption: Caption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.", show_default=False)] = None,
     workers: Annotated[int, typer.Option(min=1, help="Threads that read pictures.")] = _DEFAULT_WORKERS,
 ) -> None:
     """Look for missing, unreadable and repeated pictures and captions, cut captions, and overlap between splits and sets.
+
+    Exit code 0: clean; 1: something was found that would change a result; 2: the data could not be read.
 
     Example: gradscope data check my/folder --against docci:train --json check.json
     """
@@ -51,8 +56,11 @@ def check(
     from gradscope.data.check_sets import check_data, read_piece
     from gradscope.data.source import open_data
 
-    settings = {"image_key": image_key, "caption_key": caption_key, "image_root": image_root, "encoding": encoding}
-    source = open_data(data, **_folder(data, data_dir), **{key: value for key, value in settings.items() if value})
+    _refuse_idle_folder(data_dir, [data, *(against or [])])
+    settings = {
+        "image_key": image_key, "caption_key": caption_key, "image_root": image_root, "encoding": encoding, "caption": caption,
+    }  # fmt: skip
+    source = open_data(data, **_folder(data, data_dir), **{key: value for key, value in settings.items() if value is not None})
     pieces = [read_piece(source, name) for name in split or source.splits()]
     others = [piece for name in against or [] for piece in _against(name, data_dir)]
     tokenize, context, tokens_of = _tokenizer(encoder)
@@ -80,14 +88,22 @@ def check(
         raise typer.Exit(1)
 
 
-def _folder(name: str, data_dir: Path | None) -> dict[str, str]:
-    """--data-dir is for registered data sets; a path says where it is by itself."""
+def _folder(name: str, data_dir: str | None) -> dict[str, str]:
+    """--data-dir is for data sets that have a folder; a path says where it is by itself."""
+    import dataclasses
+
     from gradscope.data import data_sets
 
-    return {"folder": str(data_dir)} if data_dir is not None and name in data_sets else {}
+    takes_folder = name in data_sets and any(field.name == "folder" for field in dataclasses.fields(data_sets[name]))
+    return {"folder": data_dir} if data_dir is not None and takes_folder else {}
 
 
-def _against(name: str, data_dir: Path | None) -> list[Piece]:
+def _refuse_idle_folder(data_dir: str | None, names: list[str]) -> None:
+    if data_dir is not None and not any(_folder(part, data_dir) for name in names for part in (name, name.rpartition(":")[0])):
+        raise ValueError(f"--data-dir {data_dir} is for public data sets (gradscope data list), and none was named; leave it out.")
+
+
+def _against(name: str, data_dir: str | None) -> list[Piece]:
     """NAME[:SPLIT] -> its splits; a path may hold a colon of its own."""
     from gradscope.data import data_sets
     from gradscope.data.check_sets import read_piece
@@ -137,7 +153,12 @@ def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> T
 def _tables(report: Report, tokens_of: str) -> list[Table]:
     found = report.splits
     heads = [checked.split for checked in found]
-    tables = [_table(f"Records of {report.name}", heads, _records(found)), _table(f"Tokens ({tokens_of})", heads, _tokens(found))]
+    lengths = [(c.split, c.lengths) for c in found]
+    lengths += [(f"{c.split}, parts", c.segment_lengths) for c in found if c.segment_lengths is not None]
+    tables = [
+        _table(f"Records of {report.name}", heads, _records(found)),
+        _table(f"Tokens ({tokens_of})", [label for label, _ in lengths], _tokens([one for _, one in lengths])),
+    ]
     if any(checked.pictures is not None and checked.pictures.decoded for checked in found):
         tables.append(_table("Pictures", heads, _pictures(found)))
     if report.overlaps:
@@ -179,13 +200,13 @@ def _range(counts: Any) -> str:
     return "" if not numbers else f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def _tokens(found: Sequence[Checked]) -> list[list[str]]:
+def _tokens(found: Sequence[Lengths]) -> list[list[str]]:
     from gradscope.data.check import QUANTILES
 
-    rows = [[level, *(f"{c.lengths.quantiles[level]:,}" for c in found)] for level in QUANTILES]
-    for context in found[0].lengths.longer if found else ():
-        cells = [f"{c.lengths.longer[context]:,} ({c.lengths.longer[context] / max(1, c.lengths.captions):.1%})" for c in found]
-        rows.append([f"cut at {context}", *cells])
+    rows = [[level, *(f"{one.quantiles[level]:,}" for one in found)] for level in QUANTILES]
+    for context in found[0].longer if found else ():
+        counts = [(one.longer[context], max(1, one.captions)) for one in found]
+        rows.append([f"cut at {context}", *(f"{longer:,} ({longer / captions:.1%})" for longer, captions in counts)])
     return rows
 
 

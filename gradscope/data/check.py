@@ -2,11 +2,12 @@
 
     missing, unreadable     pictures that are not on disk, or that the decode path of training cannot read
     duplicates              one id, picture file, picture content or caption in two records: a correct answer is then called wrong
-    empty captions          nothing to train on; a caption of white space is empty
+    empty captions          nothing to train on; a caption of white space is empty, and so is that of a part of a picture
     token lengths           start and end of text included, before truncation: what is longer than the context is cut
 
 How it can mislead: a caption counts as a duplicate of another record's only if it is the same text after NFKC, case folding and
-collapsing white space, and a picture only if its file is the same, byte by byte; near duplicates are not looked for.
+collapsing white space, and a picture only if its file is the same, byte by byte; near duplicates are not looked for. Parts of pictures
+("segments") are decoded and their tokens counted, but they are not compared with each other.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Facts of the pictures of a split. ``sides`` has min, median and max of the shorter and the longer side, in pixels."""
+    """Facts of the picture files of a split, stored crops of their parts included.
+
+    ``sides`` has min, median and max of the shorter and the longer side, in pixels.
+    """
 
     listed: int
     without: int  # records that name no picture
@@ -86,6 +90,7 @@ class Checked:
     captions_per_record: Mapping[int, int]  # captions -> records with that many
     empty: tuple[str, ...]  # ids of records with an empty caption, or with none
     lengths: Lengths
+    segment_lengths: Lengths | None  # of the captions of parts of pictures; None where there are no parts
     pictures: Pictures | None
     duplicates: Duplicates
     notes: tuple[str, ...] = ()
@@ -135,8 +140,11 @@ def check_records(
         pictures: False leaves the files alone.
     """
     per_record = Counter(len(record.captions) for record in records)
+    texts = [(record.id, caption) for record in records for caption in record.captions]
+    parts = [(record.id, segment.caption) for record in records for segment in record.segments]
     with progress(f"{split}: tokens") as advance:
-        lengths = token_lengths(records, tokenize, contexts, advance)
+        lengths = token_lengths(texts, tokenize, contexts, advance)
+        segment_lengths = token_lengths(parts, tokenize, contexts, advance) if parts else None
     found = None
     if pictures:
         with progress(f"{split}: pictures") as advance:
@@ -144,19 +152,25 @@ def check_records(
     return Checked(
         split=split,
         records=len(records),
-        captions=sum(len(record.captions) for record in records),
+        captions=len(texts),
         captions_per_record=dict(sorted(per_record.items())),
-        empty=tuple(r.id for r in records if not r.captions or any(not c.strip() for c in r.captions)),
+        empty=tuple(r.id for r in records if not r.captions or not all(map(str.strip, _all_captions(r)))),
         lengths=lengths,
+        segment_lengths=segment_lengths,
         pictures=found,
         duplicates=find_duplicates(records, table),
         notes=tuple(notes),
     )
 
 
-def token_lengths(records: Sequence[Record], tokenize: Tokenize, contexts: Sequence[int], advance: Advance | None = None) -> Lengths:
-    """Lengths of all captions. A quantile q is the shortest length that at least a share q of the captions does not exceed."""
-    texts = [(record.id, caption) for record in records for caption in record.captions]
+def _all_captions(record: Record) -> list[str]:
+    return [*record.captions, *(segment.caption for segment in record.segments)]
+
+
+def token_lengths(
+    texts: Sequence[tuple[str, str]], tokenize: Tokenize, contexts: Sequence[int], advance: Advance | None = None
+) -> Lengths:
+    """Lengths of (record id, caption). A quantile q is the shortest length that at least a share q of the captions does not exceed."""
     lengths: list[int] = []
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
         lengths += tokenize([caption for _, caption in texts[start : start + _TEXTS_AT_ONCE]])
@@ -176,8 +190,9 @@ def token_lengths(records: Sequence[Record], tokenize: Tokenize, contexts: Seque
 
 
 def check_pictures(records: Sequence[Record], *, workers: int, advance: Advance | None = None) -> Pictures:
-    """Looks for every file and decodes each that is there, once."""
-    paths = list(dict.fromkeys(os.path.normpath(record.image) for record in records if record.image is not None))
+    """Looks for every file, stored crops included, and decodes each that is there, once."""
+    listed = [image for record in records for image in (record.image, *(segment.image for segment in record.segments))]
+    paths = list(dict.fromkeys(os.path.normpath(image) for image in listed if image is not None))
     on_disk = {path: Path(path).is_file() for path in paths}
     there = [path for path in paths if on_disk[path]]
     missing = tuple(path for path in paths if not on_disk[path])
