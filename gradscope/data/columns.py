@@ -12,12 +12,32 @@ from functools import lru_cache
 from typing import Any
 
 CAPTION_KEYS = (
-    *("caption", "captions", "description", "descriptions", "text", "texts", "long_caption", "sentence", "sentences"),
-    *("comment", "title"),
+    "caption",
+    "captions",
+    "description",
+    "descriptions",
+    "text",
+    "texts",
+    "long_caption",
+    "sentence",
+    "sentences",
+    "comment",
+    "title",
 )
 IMAGE_KEYS = (
-    *("image", "image_path", "image_file", "file_name", "filename", "image_name", "filepath", "file_path", "path"),
-    *("img", "img_path", "picture", "file"),
+    "image",
+    "image_path",
+    "image_file",
+    "file_name",
+    "filename",
+    "image_name",
+    "filepath",
+    "file_path",
+    "path",
+    "img",
+    "img_path",
+    "picture",
+    "file",
 )
 ID_KEYS = ("id", "image_id", "example_id")
 REGION_KEYS = ("segments", "regions")
