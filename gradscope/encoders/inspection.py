@@ -63,8 +63,8 @@ def describe(loaded: Loaded) -> dict[str, str]:
         "parameters": f"{parameters:,}",
         "tokenizer": f"{encoder.tokenizer.name}, {encoder.tokenizer.vocab_size:,} tokens",
         "preprocessing": _preprocessing(config["preprocess_cfg"]),
-        "source": str(record["source"]),
-        "layout": str(record["layout"]),
+        "first loaded as": str(record["source"]),
+        "layout": loaded.report.layout if loaded.report else str(record["layout"]),
     }
     stored = loaded.report.stored if loaded.report else record["stored"]
     facts["stored as"] = ", ".join(f"{kind} ({count} tensors)" for kind, count in sorted(stored.items())) or "not known"

@@ -82,6 +82,13 @@ def has_frozen_positions(model: Any) -> bool:
     return parametrize.is_parametrized(getattr(model, "text", model), _TABLE)
 
 
+def position_parameter(tower: Any) -> tuple[nn.Parameter, int]:
+    """The parameter behind a text tower's position table, and the position of its first row (20 where the first are frozen)."""
+    if parametrize.is_parametrized(tower, _TABLE):
+        return tower.parametrizations[_TABLE].original, KEPT
+    return tower.positional_embedding, 0
+
+
 class _KeptRows(nn.Module):
     """Trained rows [L - 20, W] -> the whole table [L, W]."""
 
