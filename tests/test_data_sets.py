@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from gradscope.data import data_sets
+from gradscope.data.info import on_disk
 from gradscope.data.segment_lists import segment_records
 from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder
@@ -133,6 +134,7 @@ def sharegpt4v(folder: Path) -> Path:
     write_json(folder / "share-captioner_coco_lcs_sam_1246k_1107.json", rows)
     for row in (*rows[:3], *rows[1000:]):
         picture(folder / row["image"].replace("\\", "/"))
+    picture(folder / "llava/llava_pretrain/images/00000/000000010.jpg")
     return folder
 
 
@@ -217,6 +219,14 @@ def test_every_split_reads_counts_and_names_real_pictures(name, tmp_path):
         if source.expected.get(split, len(read.records)) != len(read.records):
             assert any(f"published are {source.expected[split]:,}" in note for note in read.notes)
     assert source.read(data_sets[name].info.default_split).records
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_stated_layout_is_what_is_read(name, tmp_path):
+    """What ``data info`` calls complete opens, and the miniature of the release is complete by it."""
+    MAKERS[name](tmp_path / name)
+    found = on_disk(name, data_sets[name].info, tmp_path)
+    assert (found.state, found.missing) == ("yes", ())
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -57,8 +57,11 @@ PHOTOS = (
 )
 LAYOUT = (
     f"{RELEASE}/annotations/  one .json for each picture",
+    "or annotations/  the same without the outer folder",
+)
+PHOTO_LAYOUT = (
     f"{RELEASE}/photos/  the pictures, sa_*.jpg",
-    f"{RELEASE}/splits.json  the authors' lists train, valid, test",
+    "or photos/  the same without the outer folder",
 )
 
 
@@ -80,8 +83,11 @@ class Dci:
         citation=CITATION,
         layout=(
             *LAYOUT,
-            "DCI_test.json  GOAL's test list of 1,999 captions (also called dci_test_captions.json), enough by itself for split test",
-            f"{TRAIN_LIST}  GOAL's training segments, which name its 5,445 training pictures",
+            "or DCI_test.json  GOAL's test list of 1,999 captions, enough by itself for split test",
+            "or dci_test_captions.json  the same list under another name",
+            *PHOTO_LAYOUT,
+            f"also {RELEASE}/splits.json  the authors' lists train, valid, test; needed where GOAL's test list is not there",
+            f"also {TRAIN_LIST}  GOAL's training segments, which name its 5,445 training pictures",
         ),
         how=f"`gradscope data fetch dci` gets the annotations; for the pictures {PHOTOS}; GOAL's lists are in the folder "
         "datasets of https://github.com/PerceptualAI-Lab/GOAL",
@@ -108,7 +114,7 @@ class Dci:
             segments = first_there(listed.parent, [TRAIN_LIST])
             train = partial(_segmented, annotations, segments) if segments else partial(_all_but_listed, annotations, listed)
             test = partial(_listed_with_annotations, annotations, listed)
-            chosen = {"train": partial(train, images, self.caption), "test": partial(test, images, self.caption)}
+            chosen: dict[str, Reader] = {"train": partial(train, images, self.caption), "test": partial(test, images, self.caption)}
             return chosen, {"train": 5445, "test": 1999}
         if listed:
             if self.caption != "long":

@@ -57,8 +57,9 @@ class Docci:
         "year={2024}}",
         layout=(
             "docci_descriptions.jsonlines  example_id, split, image_file, description of every picture",
+            "or docci_test_captions.json  GOAL's test list, enough for test and qual_test",
+            "or docci_test.json  the same list under the name GOAL gives it",
             "images/  the pictures (train_00000.jpg, test_00000.jpg, qual_dev_00000.jpg, ...)",
-            "docci_test_captions.json  GOAL's test list, enough for test and qual_test if the descriptions are not there",
         ),
         how="",
         counts={"train": 9647, "test": 5000, "qual_dev": 100, "qual_test": 100},

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from gradscope.data import data_sets
-from gradscope.data.dci import ARCHIVE, CITATION, LAYOUT, PHOTOS, Dci
+from gradscope.data.dci import ARCHIVE, CITATION, LAYOUT, PHOTO_LAYOUT, PHOTOS, Dci
 from gradscope.data.dci_annotations import ANNOTATIONS, all_annotations, captioned, record_id
 from gradscope.data.info import DataInfo, data_set_folder
 from gradscope.data.published import base_name, dropped_empty, first_there, read_text, root_folder, slashed
@@ -43,7 +43,7 @@ class LongDci:
         licence="CC BY-NC (annotations of DCI); pictures under the SA-1B licence",
         citation="Ivona Najdenkoska, Mohammad Mahdi Derakhshani, Yuki M. Asano, Nanne van Noord, Marcel Worring, Cees G. M. Snoek: "
         "TULIP: Token-length Upgraded CLIP. arXiv:2410.10034; and of DCI: " + CITATION,
-        layout=(*LAYOUT[:2], f"or {LONG_TABLE}  TULIP's table (tabs; filepath, title) instead of the annotations"),
+        layout=(*LAYOUT, f"or {LONG_TABLE}  TULIP's table (tabs; filepath, title)", *PHOTO_LAYOUT),
         how=f"`gradscope data fetch long-dci` gets the annotations of DCI; for the pictures {PHOTOS}",
         counts={"test": 7602},
         downloads=(ARCHIVE,),

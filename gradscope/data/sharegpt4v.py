@@ -46,7 +46,9 @@ class ShareGpt4v:
         "Large Multi-Modal Models with Better Captions. ECCV 2024, arXiv:2311.12793",
         layout=(
             f"{FILE}  the records",
-            "coco/train2017/, llava/llava_pretrain/images/, sam/images/  the pictures, as named in the file (or below --image-root)",
+            "coco/train2017/, llava/llava_pretrain/images/, sam/images/  the pictures, as named in the file",
+            "or data/coco/train2017/, data/llava/llava_pretrain/images/, data/sam/images/  the same in a folder data",
+            "pictures elsewhere: name the folder above coco, llava and sam with --image-root",
         ),
         how="`gradscope data fetch sharegpt4v` gets the captions; the pictures come from COCO (train2017), LLaVA-Pretrain and SA-1B as "
         "described on the homepage",

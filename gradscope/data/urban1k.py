@@ -39,7 +39,10 @@ class Urban1k:
         licence="not stated",
         citation="Beichen Zhang, Pan Zhang, Xiaoyi Dong, Yuhang Zang, Jiaqi Wang: Long-CLIP: Unlocking the Long-Text Capability of "
         "CLIP. ECCV 2024, arXiv:2403.15378",
-        layout=("Urban1k/image/  1.jpg to 1000.jpg", "Urban1k/caption/  1.txt to 1000.txt, the caption of the picture of that name"),
+        layout=(
+            "Urban1k/image/, Urban1k/caption/  1.jpg to 1000.jpg; 1.txt to 1000.txt, the captions of the pictures of that name",
+            "or image/, caption/  the same without the outer folder",
+        ),
         how="",
         counts={"test": 1000},
         downloads=(Download(to="Urban1k.zip", hub="BeichenZhang/Urban1k", hub_file="Urban1k.zip", unpack=True),),
