@@ -299,6 +299,18 @@ def test_docci_ids_are_the_same_in_both_files(tmp_path):
     ]
 
 
+def test_docci_training_list_of_goal(tmp_path):
+    folder = docci(tmp_path)
+    part = {"filename": "chage/path/crops/train_00001_max_3.jpg", "caption": "a cup", "bbox_coordinates": box(1, 2, 5, 9)}
+    rows = [{"original_filename": f"chage/path/train_{k:05}.jpg", "original_caption": f"Of {k}.", "segment": [part]} for k in (2, 1)]
+    write_json(folder / "docci_segment_sim_bbox_del_org.json", rows)
+    read = open_data("docci", folder=str(folder)).read("train_goal")
+    assert [(r.id, r.captions) for r in read.records] == [("train_00002", ("Of 2.",)), ("train_00001", ("Of 1.",))]
+    assert read.records[0].image == str(folder / "images" / "train_00002.jpg")
+    assert [(s.caption, s.box, s.image) for s in read.records[0].segments] == [("a cup", (1, 2, 5, 9), None)]
+    assert read.notes == ("split 'train_goal' of docci has 2 records, published are 9,450",)
+
+
 def test_docci_counts_what_it_leaves_out(tmp_path):
     rows = [
         {"example_id": "test_0", "split": "test", "image_file": "test_0.jpg", "description": " "},
@@ -371,7 +383,9 @@ def test_dci_with_the_list_of_goal(tmp_path):
     )
 
 
-def test_dci_with_the_training_segments_of_goal(tmp_path):
+@pytest.mark.parametrize("release", [1, 2])
+def test_dci_with_the_training_segments_of_goal(release, tmp_path):
+    """First the parts alone, named after their pictures; later nested below the pictures' captions."""
     folder = dci(tmp_path, lists=True)
     crops = [
         {
@@ -382,11 +396,19 @@ def test_dci_with_the_training_segments_of_goal(tmp_path):
         }
         for k in (1, 3, 900)
     ]
-    write_json(folder / "DCI_segment_only_sim_max_del_org.json", crops)
+    name = "DCI_segment_only_sim_max_del_org.json"
+    if release == 2:
+        name = "DCI_segment_sim_bbox_del_org.json"
+        photos = [crop["filename"].split("/")[-2].removesuffix("_results") for crop in crops]
+        crops = [
+            {"original_filename": f"x/{photo}", "original_caption": "c", "segment": [crop]}
+            for photo, crop in zip(photos, crops, strict=True)
+        ]
+    write_json(folder / name, crops)
     train = open_data("dci", folder=str(folder)).read("train")
     assert [r.id for r in train.records] == ["sa_1543973", "sa_1543975"]
     assert [(s.caption, s.box) for s in train.records[0].segments] == [("A part of 1", (1, 2, 5, 9))]
-    assert "1 pictures of DCI_segment_only_sim_max_del_org.json have no annotation and are left out" in train.notes
+    assert f"1 pictures of {name} have no annotation and are left out" in train.notes
     assert any("published are 5,445" in note for note in train.notes)
 
 
@@ -598,6 +620,7 @@ def test_flat_lists(tmp_path):
         ({"original_caption": None}, "record 1: a string under 'original_caption' is needed"),
         ({"original_filename": ""}, "record 1: '' is not the name of a picture"),
         ({"segment": {"a": 1}}, "record 1: 'segment' must be a list"),
+        ({"segment": ["a"]}, "record 1: 'segment' must be a list of segments"),
         ({"segment": [{"filename": "x.jpg"}]}, "record 1, segment 1: a string under 'caption' is needed"),
         ({"segment": [{"caption": "c", "bbox_coordinates": {"x1": 1}}]}, "'bbox_coordinates' needs the numbers x1, y1, x2, y2"),
         ({"segment": [{"caption": "c", "bbox_coordinates": box(5, 0, 5, 9)}]}, "has no area; x2 must lie right of x1"),

@@ -1,9 +1,9 @@
 """The registered data set ``dci``: pictures of SA-1B with a short and a long caption and captions of their parts.
 
 How it can mislead: "DCI" names several galleries.
-    1,999   GOAL's test list (HN-CLIP, StructXLIP): read as split "test" where that list is on disk. "train" is then the 5,445
-            pictures of GOAL's list of training segments, with these segments, if that is on disk too; else every other annotation
-            with the wanted caption (GOAL leaves out pictures whose best segment is the whole picture).
+    1,999   GOAL's test list (HN-CLIP, StructXLIP): read as split "test" where that list is on disk. "train" is then what
+            GOAL's list of training segments names, with these segments, if that is on disk too (HN-CLIP counts 5,445; the list of
+            GOAL's first release has 5,446); else every other annotation with the wanted caption, about 150 more.
     112     the authors' own split "test" (splits.json): read as "test" where GOAL's list is not on disk; their "valid" is "val"
     7,602   every long caption: the data set ``long-dci``
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gradscope.data import data_sets
 from gradscope.data.dci_annotations import ANNOTATIONS, RELEASE, all_annotations, annotation, captioned, record_id
@@ -30,13 +30,14 @@ from gradscope.data.published import (
     slashed,
     text_in,
 )
-from gradscope.data.segment_lists import segment_of
+from gradscope.data.segment_lists import GOAL_LISTS, segments_of
 from gradscope.data.source import DataSource, Reader
 from gradscope.types import Record, Segment
 
 CAPTIONS = ("long", "short", "both")
 TEST_LISTS = ("dci_test_captions.json", "DCI_test.json")
-TRAIN_LIST = "DCI_segment_only_sim_max_del_org.json"
+#: GOAL's training lists: with the pictures' captions (the current release), or the parts alone (its first).
+TRAIN_LISTS = ("DCI_segment_sim_bbox_del_org.json", "DCI_segment_only_sim_max_del_org.json")
 #: Split names here -> those of splits.json.
 OFFICIAL = {"train": "train", "val": "valid", "test": "test"}
 
@@ -50,6 +51,13 @@ ARCHIVE = Download(
     url="https://dl.fbaipublicfiles.com/densely_captioned_images/dci.tar.gz",
     sha256="9caff10cb6324c801d9020638f49925f04de87d897ca8614c599f3c43bef3aeb",  # as published in the authors' download script
     unpack=True,
+    makes=f"{RELEASE}/annotations",
+)
+GOAL_TEST = Download(
+    to="DCI_test.json",
+    url=f"{GOAL_LISTS}/DCI_test.json",
+    sha256="35227d8dfe02eccfff44947ecd0c265fb20ce3c03a59c85f062356b7c15165ae",  # of the file in that commit
+    size=1704117,
 )
 PHOTOS = (
     "accept the licence at https://ai.meta.com/datasets/segment-anything-downloads/, download sa_000138.tar alone and put its .jpg "
@@ -87,12 +95,11 @@ class Dci:
             "or dci_test_captions.json  the same list under another name",
             *PHOTO_LAYOUT,
             f"also {RELEASE}/splits.json  the authors' lists train, valid, test; needed where GOAL's test list is not there",
-            f"also {TRAIN_LIST}  GOAL's training segments, which name its 5,445 training pictures",
+            f"also {TRAIN_LISTS[0]}  GOAL's training segments, which name its training pictures",
         ),
-        how=f"`gradscope data fetch dci` gets the annotations; for the pictures {PHOTOS}; GOAL's lists are in the folder "
-        "datasets of https://github.com/PerceptualAI-Lab/GOAL",
+        how=f"`gradscope data fetch dci` gets the annotations and GOAL's lists; for the pictures {PHOTOS}",
         counts={"test": 1999},
-        downloads=(ARCHIVE,),
+        downloads=(ARCHIVE, GOAL_TEST, Download(to=TRAIN_LISTS[0], url=f"{GOAL_LISTS}/{TRAIN_LISTS[0]}")),
     )
 
     folder: str = ""
@@ -111,7 +118,7 @@ class Dci:
 
     def _readers(self, annotations: Path | None, listed: Path | None, images: Path) -> tuple[dict[str, Reader], dict[str, int]]:
         if listed and annotations:
-            segments = first_there(listed.parent, [TRAIN_LIST])
+            segments = first_there(listed.parent, TRAIN_LISTS)
             train = partial(_segmented, annotations, segments) if segments else partial(_all_but_listed, annotations, listed)
             test = partial(_listed_with_annotations, annotations, listed)
             chosen: dict[str, Reader] = {"train": partial(train, images, self.caption), "test": partial(test, images, self.caption)}
@@ -148,22 +155,27 @@ def _all_but_listed(annotations: Path, listed: Path, images: Path, caption: str)
 
 
 def _segmented(annotations: Path, segments: Path, images: Path, caption: str) -> tuple[list[Record], list[str]]:
-    """GOAL's training pictures with GOAL's segments. A crop is named .../sa_1.jpg_results/sa_1_max_2.png after its picture sa_1.jpg."""
+    """GOAL's training pictures with GOAL's segments."""
     parts: dict[str, tuple[Segment, ...]] = {}
     for number, item in enumerate(read_json_list(segments), 1):
         where = f"'{segments}', record {number}"
-        folders = slashed(text_in(item, "filename", where)).split("/")
-        if len(folders) < 2 or not folders[-2].endswith("_results"):
-            raise ValueError(
-                f"{where}: the crop must lie in a folder called after its picture, sa_*.jpg_results; got '{item['filename']}'"
-            )
-        image = folders[-2].removesuffix("_results")
-        parts[image] = (*parts.get(image, ()), segment_of(item, where))
+        image = _whole_picture(item, where)
+        parts[image] = (*parts.get(image, ()), *segments_of(item, where))
     by_image = {record.image: record for record in all_annotations(annotations)}
     found = [replace(by_image[image], segments=own) for image, own in parts.items() if image in by_image]
     records, notes = captioned(found, images, caption)
     without = len(parts) - len(found)
     return records, [*notes, *([f"{without:,} pictures of {segments.name} have no annotation and are left out"] if without else [])]
+
+
+def _whole_picture(item: Any, where: str) -> str:
+    """In the first release a crop is named .../sa_1.jpg_results/sa_1_max_2.png after its picture sa_1.jpg."""
+    if isinstance(item, Mapping) and "original_filename" in item:
+        return base_name(text_in(item, "original_filename", where))
+    folders = slashed(text_in(item, "filename", where)).split("/")
+    if len(folders) < 2 or not folders[-2].endswith("_results"):
+        raise ValueError(f"{where}: the crop must lie in a folder called after its picture, sa_*.jpg_results; got '{item['filename']}'")
+    return folders[-2].removesuffix("_results")
 
 
 def _listed_alone(listed: Path, images: Path) -> tuple[list[Record], list[str]]:

@@ -1,7 +1,8 @@
 """The registered data set ``docci``: 15k pictures by one photographer, each with a description of about 136 words.
 
 Reads the released ``docci_descriptions.jsonlines`` or, where that is not there, the test list that GOAL released
-(``docci_test.json``, also met as ``docci_test_captions.json``), whose pictures are matched by file name.
+(``docci_test.json``, also met as ``docci_test_captions.json``), whose pictures are matched by file name. GOAL's list of training
+segments, where it is on disk, is split "train_goal": what GOAL and HN-CLIP (9,450) train on, of the 9,647 training pictures.
 
 How it can mislead: two protocols are in use. 5,000 pictures is split "test"; 5,100 is "test+qual_test" (GOAL, HN-CLIP), the default.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -27,11 +28,13 @@ from gradscope.data.published import (
     slashed,
     text_in,
 )
-from gradscope.data.source import DataSource
+from gradscope.data.segment_lists import GOAL_LISTS, segment_records
+from gradscope.data.source import DataSource, Reader
 from gradscope.types import Record
 
 DESCRIPTIONS = ("docci_descriptions.jsonlines",)
 TEST_LISTS = ("docci_test_captions.json", "docci_test.json")
+TRAIN_LIST = "docci_segment_sim_bbox_del_org.json"
 SPLITS = ("train", "test", "qual_dev", "qual_test")
 #: Splits whose pictures GOAL's test list names.
 LISTED = ("test", "qual_test")
@@ -60,13 +63,20 @@ class Docci:
             "or docci_test_captions.json  GOAL's test list, enough for test and qual_test",
             "or docci_test.json  the same list under the name GOAL gives it",
             "images/  the pictures (train_00000.jpg, test_00000.jpg, qual_dev_00000.jpg, ...)",
+            f"also {TRAIN_LIST}  GOAL's training pictures and segments: split train_goal",
         ),
         how="",
         counts={"train": 9647, "test": 5000, "qual_dev": 100, "qual_test": 100},
         default_split="test+qual_test",
         downloads=(
             Download(to="docci_descriptions.jsonlines", url="https://storage.googleapis.com/docci/data/docci_descriptions.jsonlines"),
-            Download(to="docci_images.tar.gz", url="https://storage.googleapis.com/docci/data/docci_images.tar.gz", unpack=True),
+            Download(
+                to="docci_images.tar.gz",
+                url="https://storage.googleapis.com/docci/data/docci_images.tar.gz",
+                unpack=True,
+                makes="images",
+            ),
+            Download(to=TRAIN_LIST, url=f"{GOAL_LISTS}/{TRAIN_LIST}"),
         ),
     )
 
@@ -80,13 +90,12 @@ class Docci:
         found = file or first_there(folder, TEST_LISTS)
         assert found is not None, "data_set_folder saw one of them"
         splits = SPLITS if file else LISTED
-        return DataSource(
-            name="docci",
-            folder=folder,
-            readers={split: partial(_read, found, split, images) for split in splits},
-            default_split=self.info.default_split,
-            expected={split: self.info.counts[split] for split in splits},
-        )
+        readers: dict[str, Reader] = {split: partial(_read, found, split, images) for split in splits}
+        expected = {split: self.info.counts[split] for split in splits}
+        if (folder / TRAIN_LIST).is_file():
+            readers["train_goal"] = partial(_read_goal, folder / TRAIN_LIST, images)
+            expected["train_goal"] = 9450
+        return DataSource(name="docci", folder=folder, readers=readers, default_split=self.info.default_split, expected=expected)
 
 
 def _read(file: Path, split: str, images: Path) -> tuple[list[Record], list[str]]:
@@ -101,6 +110,20 @@ def _read(file: Path, split: str, images: Path) -> tuple[list[Record], list[str]
         names = ", ".join(sorted(strange)[:5])
         notes.append(f"{strange.total():,} records of {file.name} belong to no split of DOCCI ({names}) and are not read")
     return records, notes
+
+
+def _read_goal(file: Path, images: Path) -> tuple[list[Record], list[str]]:
+    """Pictures lie in ``images`` whatever folder the list names; the crops were not released, so segments have boxes only."""
+    records, notes = segment_records(read_json_list(file), images, f"'{file}'")
+    whole = [
+        replace(
+            record,
+            image=str(images / base_name(record.image or "")),
+            segments=tuple(replace(segment, image=None) for segment in record.segments),
+        )
+        for record in records
+    ]
+    return whole, [note for note in notes if "left out" in note]
 
 
 def _described(file: Path) -> Iterator[tuple[str, str, str, str]]:

@@ -26,6 +26,9 @@ from typing import Any
 from gradscope.data.published import base_name, slashed, text_in
 from gradscope.types import Record, Segment
 
+#: Where GOAL's lists are, as of the commit at which they were looked at.
+GOAL_LISTS = "https://raw.githubusercontent.com/PerceptualAI-Lab/GOAL/2db3d4a0c03576bb961632832af7a43aaf3c60db/datasets"
+
 _CORNERS = ("x1", "y1", "x2", "y2")
 
 
@@ -104,10 +107,9 @@ def _record(item: Mapping[str, Any], caption: str, name: str, identity: str, fin
         if box is not None:
             aux["box"] = box
         return Record(id=identity, image=finder.path(name), captions=(caption,), aux=aux)
-    parts = item.get("segment") or []
-    if not isinstance(parts, list):
-        raise ValueError(f"{where}: 'segment' must be a list; it is a {type(parts).__name__}")
-    segments = tuple(_segment(part, finder, f"{where}, segment {number}") for number, part in enumerate(parts, 1))
+    parts = _parts(item, where)
+    crops = [finder.path(part["filename"]) if isinstance(part.get("filename"), str) and part["filename"] else None for part in parts]
+    segments = tuple(replace(part, image=crop) for part, crop in zip(segments_of(item, where), crops, strict=True))
     for key, field in (("segment_scores", "similarity_score"), ("segment_structures", "filename_structure_cropped")):
         values = [part.get(field) for part in parts]
         if any(value is not None for value in values):
@@ -115,15 +117,22 @@ def _record(item: Mapping[str, Any], caption: str, name: str, identity: str, fin
     return Record(id=identity, image=finder.path(name), captions=(caption,), segments=segments, aux=aux)
 
 
-def _segment(part: Any, finder: _Finder, where: str) -> Segment:
-    segment = segment_of(part, where)
-    name = part.get("filename")
-    return replace(segment, image=finder.path(name) if isinstance(name, str) and name else None)
+def segments_of(item: Any, where: str) -> tuple[Segment, ...]:
+    """Captions and boxes of an item's parts (an item without parts is one itself), without the paths of the crops.
+    Raises ValueError as ``segment_records`` does."""
+    if not _nested(item):
+        return (Segment(caption=_caption_of(item, where), box=_box(item, where)),)
+    return tuple(
+        Segment(caption=text_in(part, "caption", f"{where}, segment {number}"), box=_box(part, f"{where}, segment {number}"))
+        for number, part in enumerate(_parts(item, where), 1)
+    )
 
 
-def segment_of(part: Any, where: str) -> Segment:
-    """Caption and box of one part, without the crop's path. Raises ValueError as ``segment_records`` does."""
-    return Segment(caption=text_in(part, "caption", where), box=_box(part, where))
+def _parts(item: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    parts = item.get("segment") or []
+    if not (isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts)):
+        raise ValueError(f"{where}: 'segment' must be a list of segments")
+    return parts
 
 
 def _box(part: Mapping[str, Any], where: str) -> tuple[float, float, float, float] | None:

@@ -45,7 +45,7 @@ class Urban1k:
         ),
         how="",
         counts={"test": 1000},
-        downloads=(Download(to="Urban1k.zip", hub="BeichenZhang/Urban1k", hub_file="Urban1k.zip", unpack=True),),
+        downloads=(Download(to="Urban1k.zip", hub="BeichenZhang/Urban1k", hub_file="Urban1k.zip", unpack=True, makes="Urban1k/image"),),
     )
 
     folder: str = ""

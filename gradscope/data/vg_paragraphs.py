@@ -55,11 +55,14 @@ class VgParagraphs:
         counts={"train": 14575, "val": 2487, "test": 2489},
         downloads=(
             Download(
-                to="paragraphs_v1.json.zip", url="http://visualgenome.org/static/data/dataset/paragraphs_v1.json.zip", unpack=True
+                to="paragraphs_v1.json.zip",
+                url="http://visualgenome.org/static/data/dataset/paragraphs_v1.json.zip",
+                unpack=True,
+                makes=PARAGRAPHS,
             ),
             *(Download(to=f"{split}_split.json", url=f"{_SPLIT_PAGE}/{split}_split.json") for split in ("train", "val", "test")),
-            Download(to="images.zip", url=f"{_PICTURE_PAGE}/images.zip", unpack=True),
-            Download(to="images2.zip", url=f"{_PICTURE_PAGE}/images2.zip", unpack=True),
+            Download(to="images.zip", url=f"{_PICTURE_PAGE}/images.zip", unpack=True, makes="VG_100K"),
+            Download(to="images2.zip", url=f"{_PICTURE_PAGE}/images2.zip", unpack=True, makes="VG_100K_2"),
         ),
     )
 
