@@ -9,6 +9,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+from hf_tokenizers import FRAMES, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
@@ -354,6 +355,56 @@ def test_widths_that_no_head_divides_ask_for_an_architecture():
     layout = layouts.Layout(name="open_clip", state=state, left_out=(), stored={})
     with pytest.raises(ValueError, match=r"60 wide.*ARCH:toy"):
         layouts.infer_config(layout, "toy")
+
+
+# ---- other families: their own image tower, text tower and tokenizer
+
+
+def siglip_folder(folder: Path) -> dict:
+    """SigLIP's make in small: timm image tower, text without causal mask, a bias beside the scale, a Hugging Face tokenizer."""
+    write_tokenizer(folder, FRAMES["siglip"])
+    text = {"context_length": 16, "vocab_size": 400, "hf_tokenizer_name": "hub/name", "width": 32, "heads": 2, "layers": 2}
+    text |= {"no_causal_mask": True, "pool_type": "last", "proj_bias": True, **FRAMES["siglip"].settings}
+    vision = {"image_size": 160, "timm_model_name": "test_vit3", "timm_pool": "map", "timm_proj": "none"}
+    model = {"embed_dim": 96, "init_logit_bias": -10, "custom_text": True, "vision_cfg": vision, "text_cfg": text}
+    config = {"model_cfg": model, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    built = load.build_model(config, "siglip")
+    save_file({name: tensor.clone() for name, tensor in built.state_dict().items()}, folder / "open_clip_model.safetensors")
+    return config
+
+
+def test_another_family_loads_checks_and_converts(tmp_path):
+    folder = tmp_path / "siglip"
+    folder.mkdir()
+    siglip_folder(folder)
+    encoder = load_encoder(str(folder))
+    assert encoder.context == 16
+    same_outputs(encoder, open_clip.create_model(f"local-dir:{folder}").eval(), 160)
+    assert run("check", folder).exit_code == 0
+    done = run("convert", folder, tmp_path / "copy")
+    assert done.exit_code == 0, done.exception
+    with pytest.raises(ValueError, match="no causal text tower"):
+        load_encoder(f"{folder}@248")
+    state = load_file(folder / "open_clip_model.safetensors")
+    save_file({k: v for k, v in state.items() if k != "logit_bias"}, folder / "open_clip_model.safetensors")
+    with pytest.raises(layouts.DoesNotFit, match="1 missing: logit_bias"):
+        load_encoder(str(folder))
+
+
+def test_a_text_tower_of_its_own_takes_weights_of_either_naming(tmp_path):
+    state = toy_state()
+    config = {"model_cfg": {**TOY, "custom_text": True}, "preprocess_cfg": {}}
+    for naming in (state, {(k if k.startswith(("visual.", "logit")) else f"text.{k}"): v for k, v in state.items()}):
+        for number, settings in enumerate((config, {"model_cfg": TOY, "preprocess_cfg": {}})):
+            folder = tmp_path / f"{number}{len(list(tmp_path.iterdir()))}"
+            folder.mkdir()
+            (folder / "open_clip_config.json").write_text(json.dumps(settings))
+            save_file(naming, folder / "open_clip_model.safetensors")
+            for suffix in ("", "@248frozen20"):
+                context = 248 if suffix else 77
+                table = stretch.stretch_positions(state["positional_embedding"]) if suffix else state["positional_embedding"]
+                same_outputs(load_encoder(f"{folder}{suffix}"), plain_toy({**state, "positional_embedding": table}, context))
 
 
 # ---- T02: the activation

@@ -108,7 +108,10 @@ def difference_after_reload(encoder: DualEncoder, folder: Path) -> float:
     again = load_encoder(str(folder))
     if not torch.equal(again.tokenize(captions).ids, ids):
         raise ValueError(f"the tokenizer saved in '{folder}' makes other tokens than the one it was saved from")
-    plain: Any = open_clip.create_model(f"local-dir:{folder}", require_pretrained=True).eval()
+    try:
+        plain: Any = open_clip.create_model(f"local-dir:{folder}", require_pretrained=True).eval()
+    except Exception as error:
+        raise ValueError(f"open_clip alone cannot load the copy: {str(error).strip().splitlines()[0]}") from error
     with evaluating(encoder), torch.no_grad():
         image, text = encoder.embed_image(pixels), encoder.embed_text(ids)
         copies = [(again.embed_image(pixels), again.embed_text(ids))]
