@@ -27,6 +27,7 @@ from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.too_long import refuse_too_long
 from gradscope.encoders.dual import DualEncoder
+from gradscope.encoders.freeze import checkpoint_activations, freeze
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import FixedCaptions, fixed_captions
@@ -79,6 +80,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
     if framework.needs_tokens:
         encoder.add_token_scale()
     encoder.model.logit_scale.requires_grad_(settings.scale == "learn")
+    frozen = str(freeze(encoder, recipe.encoder.freeze)) if recipe.encoder.freeze else ""
+    if recipe.encoder.checkpoint_activations:
+        checkpoint_activations(encoder)
     if settings.accumulate_mode == "cached":
         cached.check_replayable(encoder)
     data = training_data(recipe)
@@ -105,6 +109,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         facts = provenance(
             kernels=kernels,
             **data.facts(),
+            frozen=frozen,
             width=recipe.width,
             negatives_per_anchor=recipe.negatives_per_anchor,
             chance=recipe.chance,
@@ -124,6 +129,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
 
         words = header(recipe, batches, total_steps, len(data.validation), kernels, facts)
         say(words)
+        if frozen:
+            say(frozen)
         for note in data.notes:
             say(f"note: {note}")
         keep_items(data, log.path / "arrays")

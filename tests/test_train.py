@@ -566,3 +566,33 @@ def test_a_run_does_not_overwrite_another(recipe, tmp_path):
     train(wanted, tmp_path / "run", quiet=True)
     with pytest.raises(ValueError, match=r"already holds a run.*--resume"):
         train(wanted, tmp_path / "run", quiet=True)
+
+@pytest.mark.parametrize("mode", ["narrow", "cached"])
+@pytest.mark.parametrize("what", ["image", "text", "all-but-last-0"])
+def test_what_is_frozen_stays_and_the_rest_moves(recipe, tmp_path, small_encoder, what, mode):
+    """With the probe on, in both kinds of accumulation; zeros of frozen parameters are counted nowhere."""
+    settings = {"encoder.freeze": what, "train.accumulate": 2, "train.accumulate_mode": mode, "train.scale": "fixed", **PROBED}
+    train(recipe(settings), tmp_path / "run", quiet=True)
+    start, end = load_file(small_encoder / "open_clip_model.safetensors"), weights(tmp_path / "run")
+    moved = {name for name in start if not torch.equal(start[name], end[name])}
+    if what == "all-but-last-0":
+        assert {n for n in moved if "resblocks" in n or "embedding" in n or "ln_pre" in n} == set()
+        assert {"visual.proj", "text_projection"} <= moved
+    else:
+        assert moved
+        assert all(name.startswith("visual.") != (what == "image") for name in moved)
+    run = Run(tmp_path / "run")
+    assert what in run.provenance["frozen"]
+    assert (run.readings["quantity"] == "gradient").any()
+    assert run.readings[run.readings["key"] == "unused.parameters"]["value"].astype(float).max() == 0
+
+
+def test_checkpointed_activations_change_nothing_but_memory(recipe, tmp_path, one_thread):
+    """The same weights to the last bit, and the same readings."""
+    for name, on in (("plain", False), ("again", True)):
+        train(recipe({"encoder.checkpoint_activations": on, **PROBED}), tmp_path / name, quiet=True)
+    first, second = weights(tmp_path / "plain"), weights(tmp_path / "again")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    readings = [comparable(Run(tmp_path / name).readings) for name in ("plain", "again")]
+    assert not readings[0].empty
+    assert readings[0].equals(readings[1])

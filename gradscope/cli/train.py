@@ -15,8 +15,11 @@ KEYS = {
     "image_key": "data.image_key",
     "caption_key": "data.caption_key",
     "image_root": "data.image_root",
+    "encoding": "data.encoding",
+    "caption": "data.caption",
     "allow_missing": "data.allow_missing",
     "on_bad_image": "data.on_bad_image",
+    "decode": "data.decode",
     "on_too_long": "data.on_too_long",
     "encoder": "encoder.name",
     "freeze": "encoder.freeze",
@@ -54,6 +57,8 @@ def train(
     image_key: Annotated[str | None, typer.Option(help="Key or column of the picture's path in files of your own.")] = None,
     caption_key: Annotated[str | None, typer.Option(help="Key or column of the captions.")] = None,
     image_root: Annotated[str | None, typer.Option(help="Folder that relative picture paths belong to.")] = None,
+    encoding: Annotated[str | None, typer.Option(help="Text encoding of files of your own. [default: utf-8]")] = None,
+    caption: Annotated[str | None, typer.Option(help="Which caption, where a data set offers several (dci: long, short).")] = None,
     allow_missing: Annotated[bool | None, typer.Option("--allow-missing", help="Leave out records without a picture, counted.")] = None,
     on_bad_image: Annotated[str | None, typer.Option(help="error, or skip: look at all pictures first. [default: error]")] = None,
     on_too_long: Annotated[str | None, typer.Option(help="truncate or error. [default: truncate]")] = None,
@@ -78,6 +83,7 @@ def train(
     accumulate_mode: Annotated[
         str | None, typer.Option(help="narrow: softmax over one micro-batch; cached: over the whole step.")
     ] = None,
+    decode: Annotated[str | None, typer.Option(help="Of pictures: fast, exact or scaled. [default: fast]")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate of AdamW. [default: 1e-5]")] = None,
     scale: Annotated[str | None, typer.Option(help="learn or fixed. [default: learn]")] = None,
     precision: Annotated[str | None, typer.Option(help="Of the towers: fp32, bf16 or fp16. [default: fp32]")] = None,
