@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,12 @@ TEXTS = {
 }
 
 
-def randomised(model: Any, seed: int) -> Any:
-    """Norms, biases and tables get values too, so that nothing is hidden by a one or a zero."""
+def randomised(build: Callable[[], Any], seed: int) -> Any:
+    """The same model for the same seed. Norms, biases and tables get values too, so that nothing is hidden by a one or a zero."""
     random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = build()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "logit" not in name:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=random) * (0.5 if parameter.ndim > 1 else 1))
@@ -62,7 +65,7 @@ def image_family(kind: str, seed: int) -> Any:
         vision = {"image_size": 160, "timm_model_name": "test_convnext", "timm_pool": "avg", "timm_proj": "linear"}
     elif kind == "resnet":
         vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}
-    return randomised(CLIP(embed_dim=size, vision_cfg=vision, text_cfg=dict(TEXT)), seed)
+    return randomised(lambda: CLIP(embed_dim=size, vision_cfg=vision, text_cfg=dict(TEXT)), seed)
 
 
 def text_family(kind: str, seed: int, *, unpacked: bool = False) -> Any:
@@ -70,7 +73,7 @@ def text_family(kind: str, seed: int, *, unpacked: bool = False) -> Any:
     from open_clip import CLIP, CustomTextCLIP
 
     build = CLIP if unpacked else CustomTextCLIP
-    return randomised(build(embed_dim=16, vision_cfg=dict(VISION), text_cfg={**TEXT, **TEXTS[kind]}), seed)
+    return randomised(lambda: build(embed_dim=16, vision_cfg=dict(VISION), text_cfg={**TEXT, **TEXTS[kind]}), seed)
 
 
 HF = {
@@ -108,4 +111,4 @@ def hf_family(kind: str, seed: int, folder: Path) -> Any:
         "hf_pooler_type": HF[kind]["pooler"],
         "hf_proj_type": HF[kind]["proj"],
     }
-    return randomised(CustomTextCLIP(embed_dim=16, vision_cfg=copy.deepcopy(VISION), text_cfg=text), seed)
+    return randomised(lambda: CustomTextCLIP(embed_dim=16, vision_cfg=copy.deepcopy(VISION), text_cfg=text), seed)
