@@ -75,11 +75,10 @@ def _refuse_repeats(over: Sequence[str]) -> None:
 def run_arm(arm: Arm, split: str) -> None:
     """Trains (or resumes) one arm and evaluates its last checkpoint on ``split``; does nothing where both are done."""
     from gradscope.cpu_speed import cpu_speed
-    from gradscope.data.source import open_data
-    from gradscope.data.usable import usable
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.evaluate import evaluate
-    from gradscope.evaluation_file import write_evaluation, write_hits
+    from gradscope.evaluation_file import Evaluation, evaluation_content, write_hits, write_json
+    from gradscope.gallery import protocol_of, read_gallery
     from gradscope.resume import check_same_recipe
     from gradscope.train import train
 
@@ -91,14 +90,13 @@ def run_arm(arm: Arm, split: str) -> None:
     if target.is_file():
         return
     data = arm.recipe.data
-    source = open_data(data.name, **data.settings())
-    records = usable(source.records(split), allow_missing=data.allow_missing, on_bad_image=data.on_bad_image, workers=0).records
+    gallery = read_gallery(data, split)
     device = resolve_device(arm.recipe.train.device)
     encoder = load_encoder(str(arm.path), device)
     with cpu_speed(device, encoder.longest_sequence):
-        result, embedded = evaluate(encoder, records, decode=data.decode)
+        result, embedded = evaluate(encoder, gallery.records, decode=data.decode, on_too_long=data.on_too_long)
     write_hits(target.with_suffix(".npz"), result)
-    write_evaluation(target, str(arm.path), source, split, result, embedded)
+    write_json(target, evaluation_content(Evaluation(protocol=protocol_of(str(arm.path), gallery, embedded), result=result)))
 
 
 def sweep(grid: Sequence[Arm], split: str, advance: Callable[[int, int], None] | None = None) -> Any:

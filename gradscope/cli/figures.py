@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 def figure(
-    name: Annotated[str, typer.Argument(help="4, 1, width or start-widths.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="4, 1, width, start-widths, hardness or gallery.", show_default=False)],
     sources: Annotated[
         list[Path],
         typer.Argument(
-            help="4: one or two run directories. 1 and width: geometry folders. start-widths: a CSV file.", show_default=False
+            help="4: one or two run directories. 1 and width: geometry folders. start-widths: a CSV file. hardness and gallery: "
+            "JSON files of eval.",
+            show_default=False,
         ),
     ],
     output: Annotated[
@@ -53,10 +55,25 @@ def _draw(name: str, sources: list[Path]) -> tuple[Figure, DataFrame, Path]:
         return *figures[name](*runs), runs[0].figures_dir
     if name == "start-widths":
         return *figures[name](_table(sources)), sources[0].parent
+    if name in ("hardness", "gallery"):
+        return *figures[name]([_evaluation(path) for path in sources]), sources[0].resolve().parent
     from gradscope.geometry_file import load_geometry
 
     geometries = [load_geometry(path) for path in sources]
     return *figures[name](geometries), sources[0].resolve().parent
+
+
+def _evaluation(path: Path) -> dict[str, Any]:
+    """The contents of a JSON file that eval wrote."""
+    import json
+
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"'{path}' is not the JSON of an evaluation ({error}); give a file that `gradscope eval` wrote.") from error
+    if not isinstance(content, dict) or content.get("schema") != "gradscope.evaluation" or "protocol" not in content:
+        raise ValueError(f"'{path}' is not the JSON of an evaluation; give a file that `gradscope eval` wrote.")
+    return content
 
 
 def _table(sources: list[Path]) -> DataFrame:

@@ -1,0 +1,73 @@
+"""The figures of evaluations draw what the files say, and refuse what is none."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradscope.cli.figures import figure
+from gradscope.evaluate import Embedded, details, score
+from gradscope.evaluation_file import Evaluation, evaluation_content, write_json
+from gradscope.figures import figures
+from gradscope.protocol import Protocol
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, Any]:
+    image, noise = (torch.nn.functional.normalize(torch.randn(130, 8), dim=-1) for _ in range(2))
+    embedded = Embedded(
+        ids=tuple(map(str, range(130))), image=image, text=torch.nn.functional.normalize(image + noise, dim=-1),
+        image_of_text=torch.arange(130), truncated=0, digests=("0" * 64,) * 130,
+    )  # fmt: skip
+    result = score(embedded, resamples=20)
+    protocol = Protocol(
+        encoder="runs/hn", data="docci", split="test", sha256="", images=130, captions=130, expected=130, missing=0, bad=0, context=77,
+        truncated=0, preprocessing="", precision="",
+    )  # fmt: skip
+    return json.loads(json.dumps(evaluation_content(Evaluation(protocol=protocol, result=result, details=details(embedded, result)))))
+
+
+@pytest.mark.parametrize(("name", "key", "x"), [("hardness", "hardness", "mean_cosine"), ("gallery", "gallery_curve", "size")])
+def test_what_is_drawn_is_what_was_written(content: dict[str, Any], name: str, key: str, x: str) -> None:
+    other = copy.deepcopy(content)
+    other["protocol"]["encoder"] = "runs/infonce"
+    drawing, frame = figures[name]([content, other, other])
+    assert frame["evaluation"].unique().tolist() == ["docci test, hn", "docci test, infonce (1)", "docci test, infonce (2)"]
+    written = content[key]["bins"] if key == "hardness" else content[key]
+    for (_, direction), part in frame[frame["evaluation"] == "docci test, hn"].groupby(["evaluation", "direction"]):
+        expected = [p for p in written if p["direction"] == direction]
+        assert part["x"].tolist() == [p[x] for p in expected]
+        assert part["value"].tolist() == [p["value"] for p in expected]
+        axes = drawing.axes[0 if direction == "i2t" else 1]
+        line = axes.containers[0].lines[0]
+        assert line.get_xdata().tolist() == part["x"].tolist()
+        assert line.get_ydata().tolist() == pytest.approx((100 * part["value"]).tolist())
+    assert len(drawing.axes[0].containers) == 3
+
+
+def test_round_sizes_are_marked(content: dict[str, Any]) -> None:
+    drawing, _ = figures["gallery"]([content])
+    assert drawing.axes[0].get_xticks().tolist() == [10, 20, 50, 100]
+
+
+def test_other_files_are_refused(content: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one evaluation"):
+        figures["hardness"]([])
+    bare = {key: value for key, value in content.items() if key not in ("hardness", "gallery_curve")}
+    for name in ("hardness", "gallery"):
+        with pytest.raises(ValueError, match="has no '(hardness|gallery_curve)'; evaluate again"):
+            figures[name]([bare])
+    path = write_json(tmp_path / "e.json", content)
+    figure("gallery", [path], output=tmp_path / "figures")
+    assert {p.suffix for p in (tmp_path / "figures").iterdir()} == {".pdf", ".png", ".csv"}
+    for text in ("no json", "[]", '{"schema": "gradscope.comparison"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="not the JSON of an evaluation"):
+            figure("hardness", [path], output=None)
+    with pytest.raises(ValueError, match="not the JSON of an evaluation"):
+        figure("hardness", [tmp_path / "none.json"], output=None)
