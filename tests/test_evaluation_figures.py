@@ -60,7 +60,7 @@ def test_other_files_are_refused(content: dict[str, Any], tmp_path: Path) -> Non
         figures["hardness"]([])
     bare = {key: value for key, value in content.items() if key not in ("hardness", "gallery_curve")}
     for name in ("hardness", "gallery"):
-        with pytest.raises(ValueError, match="has no '(hardness|gallery_curve)'; evaluate again"):
+        with pytest.raises(ValueError, match=r"has no '(hardness|gallery_curve)'; evaluate again"):
             figures[name]([bare])
     path = write_json(tmp_path / "e.json", content)
     figure("gallery", [path], output=tmp_path / "figures")
