@@ -23,12 +23,14 @@ from safetensors.torch import load_file
 
 from gradscope.data.scenes import describe, make_scene, render
 from gradscope.data.scenes_grammar import scenes_of_split
-from gradscope.encoders.tiny_model import FOLDER, load_config, load_tiny, load_tokenizer
+from gradscope.encoders.load import load_encoder
+from gradscope.encoders.tiny_model import FOLDER, load_config, load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return load_tiny()
+    encoder = load_encoder("tiny")
+    return encoder.model, encoder.tokenizer.source, encoder.config["preprocess_cfg"]
 
 
 def test_weights_are_fp16_on_disk_and_fp32_after_loading(tiny):
@@ -189,4 +191,4 @@ def test_a_stopped_recipe_resumes_to_the_same_weights(tmp_path, recipe_modules):
     train.train(recipe, tmp_path / "stopped", every_seconds=1e9)
     whole, stopped = (load_file(tmp_path / name / "open_clip_model.safetensors") for name in ("whole", "stopped"))
     assert all(torch.equal(whole[name], stopped[name]) for name in whole), options
-    assert load_tiny(tmp_path / "stopped")[0] is not None
+    assert load_encoder(str(tmp_path / "stopped")).context == 128

@@ -450,6 +450,16 @@ def test_half_precision_is_promoted_and_said(tmp_path, capsys, dtype):
     assert encoder.config["gradscope"]["stored"] == {kind: len(state)}
 
 
+def test_a_configuration_beside_a_file_is_used_and_said(tmp_path, capsys):
+    state = toy_state()
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {**TOY, "quick_gelu": False}, "preprocess_cfg": {}}))
+    torch.save(state, tmp_path / "model.pt")
+    same_outputs(load_encoder(str(tmp_path / "model.pt")), plain_toy(state, quick_gelu=False))
+    assert "the configuration beside it is used" in " ".join(capsys.readouterr().err.split())
+    torch.save({**state, "input_resolution": torch.tensor(16)}, tmp_path / "model.pt")
+    same_outputs(load_encoder(str(tmp_path / "model.pt")), plain_toy(state))
+
+
 # ---- archives
 
 

@@ -19,7 +19,8 @@ from PIL import Image
 from train import encode_text, to_input
 
 from gradscope.data.scenes import materialise
-from gradscope.encoders.tiny_model import FOLDER, load_tiny
+from gradscope.encoders.load import load_encoder
+from gradscope.encoders.tiny_model import FOLDER
 
 SCALE = 100.0
 
@@ -63,7 +64,8 @@ def batch_losses(images: np.ndarray, texts: np.ndarray, width: int, batches: int
 def report(folder: Path, cache: Path) -> dict[str, object]:
     """All numbers of the README."""
     torch.set_float32_matmul_precision("medium")
-    model, tokenizer, _ = load_tiny(folder)
+    encoder = load_encoder(str(folder))
+    model, tokenizer = encoder.model, encoder.tokenizer.source
     data = materialise(cache)
     images, texts, families = embed(model, tokenizer, data, "test")
     cosine = images @ texts.T

@@ -150,7 +150,9 @@ def from_file(path: Path, name: str, *, architecture: str = "", trust_archive: b
 
 
 def _config_of_file(path: Path, layout: Layout, architecture: str, *, known_long: bool) -> dict[str, Any]:
-    if not architecture and ((path.parent / _CONFIG).is_file() or huggingface.is_clip_folder(path.parent)):
+    beside = huggingface.is_clip_folder(path.parent) if layout.name == "hugging-face" else (path.parent / _CONFIG).is_file()
+    if beside and not (architecture or layout.quick_gelu or known_long):
+        _say(f"'{path}': the configuration beside it is used", style="")
         return _read_config(path.parent)
     model_cfg = _architecture(architecture) if architecture else infer_config(layout, str(path))
     if layout.quick_gelu or known_long:
@@ -269,9 +271,14 @@ def from_open_clip(name: str) -> DualEncoder:
         with _quiet():
             model = open_clip.create_model(architecture, pretrained=tag or None, force_quick_gelu=quick)
     except Exception as error:
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(architecture)) if not hub else "the hub's own"
+        tags = "" if hub else ", ".join(open_clip.list_pretrained_tags_by_model(architecture))
         raise ValueError(
-            f"encoder '{name}' could not be loaded: {_in_brief(error)}. Known tags: {tags or 'none'}; a weights file works too."
+            f"encoder '{name}' could not be loaded: {_in_brief(error)}. "
+            + (
+                "A downloaded copy of the repository works too: give its folder"
+                if hub
+                else f"Known tags: {tags or 'none'}; or ARCH:FILE"
+            )
         ) from error
     model_cfg: Any = open_clip.get_model_config(architecture.replace("/", "-")) if not hub else _hub_config(architecture)
     if quick:

@@ -1,7 +1,7 @@
-"""The embedded encoder ``tiny``: an open_clip CLIP of about two million parameters, loaded from the folder ``tiny``.
+"""The embedded encoder ``tiny``: an open_clip CLIP of about two million parameters; ``load_encoder("tiny")`` loads it.
 
 The folder has open_clip's local-dir layout (``open_clip_config.json``, ``open_clip_model.safetensors``) plus its own cut merges
-file ``bpe.txt.gz``. Weights are stored in fp16 and promoted to fp32 here; the logit scale is stored in fp32 (ln 100).
+file ``bpe.txt.gz``. Weights are stored in fp16 and promoted to fp32 at load; the logit scale is stored in fp32 (ln 100).
 How it was made: analyses/tiny_encoder. It knows ``scenes`` only; on real captions its geometry says nothing.
 """
 
@@ -33,17 +33,3 @@ def build_model(folder: Path = FOLDER) -> Any:
     from open_clip import CLIP
 
     return CLIP(**load_config(folder)["model_cfg"])
-
-
-def load_tiny(folder: Path = FOLDER) -> tuple[Any, Any, dict[str, Any]]:
-    """(model in fp32 and eval mode, tokenizer, preprocess_cfg for ``open_clip.transform.PreprocessCfg``).
-
-    Raises:
-        RuntimeError: if the weights do not belong to the configuration.
-    """
-    from safetensors.torch import load_file
-
-    model = build_model(folder)
-    state = load_file(folder / "open_clip_model.safetensors")
-    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    return model.eval(), load_tokenizer(folder), load_config(folder)["preprocess_cfg"]
