@@ -144,11 +144,11 @@ def random_vit() -> nn.Module:
 
 def embedding_distances(paths: Sequence[Path]) -> pd.DataFrame:
     """Rows (encoder, way, distance)."""
-    from gradscope.encoders.tiny_model import load_tiny
+    from gradscope.encoders.load import load_encoder
 
-    tiny, _, tiny_preprocess = load_tiny()
+    tiny = load_encoder("tiny", torch.device("cpu")).eval()
     rows = []
-    for name, model, preprocess in (("ViT-B/32", random_vit(), PREPROCESS), ("tiny", tiny.visual, tiny_preprocess)):
+    for name, model, preprocess in (("ViT-B/32", random_vit(), PREPROCESS), ("tiny", tiny.model.visual, tiny.config["preprocess_cfg"])):
         pixels = {way: torch.stack([read(path) for path in paths]) for way, read in ways(preprocess).items()}
         with torch.no_grad():
             found = distances(model, pixels)

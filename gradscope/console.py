@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 #: Messages and progress go to stderr, so that a table on stdout can be piped. Without markup: "[...]" in a path or caption is text.
 console = Console(stderr=True, highlight=False, markup=False)
@@ -30,14 +30,20 @@ def bar(*columns: TextColumn) -> Progress:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields ``advance(done, total)``; the bar is drawn from the first call on."""
-    with bar() as display:
-        task = None
+    """Yields ``advance(done, total)``; the bar is drawn from the first call on, and not at all without one."""
+    display: Progress | None = None
+    task: TaskID | None = None
 
-        def advance(done: int, total: int) -> None:
-            nonlocal task
-            if task is None:
-                task = display.add_task(title, total=total)
-            display.update(task, completed=done, total=total)
+    def advance(done: int, total: int) -> None:
+        nonlocal display, task
+        if display is None or task is None:
+            display = bar()
+            display.start()
+            task = display.add_task(title, total=total)
+        display.update(task, completed=done, total=total)
 
+    try:
         yield advance
+    finally:
+        if display is not None:
+            display.stop()

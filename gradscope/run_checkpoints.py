@@ -40,6 +40,8 @@ def chosen_checkpoints(encoder: str, choice: str) -> list[Chosen]:
     last = Chosen(load=encoder, name=encoder)
     if choice == "last":
         return [last]
+    if choice == "both" and _marked(Path(encoder)) is None:
+        return [Chosen(load=encoder, name=f"{encoder} (last; best on validation was the start, before any update)")]
     best = _best(Path(encoder))
     if choice == "best":
         return [best]
@@ -50,6 +52,17 @@ def chosen_checkpoints(encoder: str, choice: str) -> list[Chosen]:
 
 
 def _best(run: Path) -> Chosen:
+    name = _marked(run)
+    if name is None:
+        raise ValueError(f"run '{run}' was best on validation before its first step: evaluate what it started from, or the last.")
+    folder = run / "checkpoints" / name
+    if not folder.is_dir():
+        raise ValueError(f"the best checkpoint of run '{run}', {name}, is not on disk; use --checkpoint last.")
+    return Chosen(load=str(folder), name=f"{run} (best on validation, {name})", suffix="-best")
+
+
+def _marked(run: Path) -> str | None:
+    """The name of the checkpoint that is marked as best; None where the start was."""
     file = run / "checkpoints" / "best.json"
     if not file.is_file():
         raise ValueError(f"run '{run}' marks no best checkpoint ({file.name} is missing); use --checkpoint last.")
@@ -57,16 +70,11 @@ def _best(run: Path) -> Chosen:
         name = json.loads(file.read_text(encoding="utf-8"))["checkpoint"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"'{file}' is damaged ({error}); use --checkpoint last.") from error
-    if name is None:
-        raise ValueError(f"run '{run}' was best on validation before its first step: evaluate what it started from, or the last.")
-    folder = run / "checkpoints" / str(name)
-    if not folder.is_dir():
-        raise ValueError(f"the best checkpoint of run '{run}', {name}, is not on disk; use --checkpoint last.")
-    return Chosen(load=str(folder), name=f"{run} (best on validation, {name})", suffix="-best")
+    return None if name is None else str(name)
 
 
 def stored_training_items(encoder: str) -> Path | None:
     """The table of the items a run (or the run of a checkpoint) was trained on, if it kept one."""
     path = Path(encoder)
-    candidates = [folder / "arrays" / "train_items.npz" for folder in (path, *path.parents[:2])]
-    return next((file for file in candidates if file.is_file()), None) if path.is_dir() else None
+    runs = [folder for folder in (path, *path.parents[:2]) if is_run(folder)]
+    return next((file for file in (run / "arrays" / "train_items.npz" for run in runs) if file.is_file()), None)

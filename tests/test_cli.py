@@ -128,7 +128,7 @@ def test_wrong_data(cli, small, tmp_path, scenes_folder):
     bad.write_bytes('{"id": 0, "image": "a.jpg", "captions": ["caf\xe9"]}\n'.encode("latin-1"))
     refused(cli("train", *small, "--data", "bad"), "not UTF-8")
     bad.write_text("".join(f'{{"id": {i}, "image": "no{i}.jpg", "captions": ["zero"]}}\n' for i in range(40)))
-    refused(cli("train", *small, "--data", "bad"), "40 of 40 pictures do not exist: bad/no0.jpg, bad/no1.jpg, bad/no2.jpg, ...")
+    refused(cli("train", *small, "--data", "bad"), "40 of 40 pictures do not exist: bad/no0.jpg, bad/no1.jpg", "and 30 more")
     assert not (tmp_path / "runs").exists(), "a run that cannot start leaves no folder behind"
 
 
@@ -141,7 +141,7 @@ def test_wrong_evaluations(cli, scenes_folder, small_encoder, tmp_path):
     refused(cli("eval", "nothing", *common, scenes_folder), "unknown encoder 'nothing'")
     refused(cli("eval", "longclip-L", *common, scenes_folder), "longclip-L", "not on disk", "Fetch")
     (tmp_path / "text.pt").write_text("<html>not weights</html>")
-    refused(cli("eval", "text.pt", *common, scenes_folder), "text.pt", "not loaded")
+    refused(cli("eval", "text.pt", *common, scenes_folder), "text.pt", "not weights")
     refused(cli("probe", "nothing", *common, scenes_folder), "unknown encoder 'nothing'")
 
 

@@ -16,6 +16,7 @@ import pytest
 from file_server import FileServer, serving
 
 from gradscope.cli import main
+from gradscope.console import out
 from gradscope.data import data_sets
 from gradscope.data.info import DataInfo, Download
 
@@ -42,7 +43,7 @@ def test_help_has_examples_and_is_light():
 def cli(monkeypatch, capfd, tmp_path):
     """``cli("info", "scenes")`` -> (exit code, stdout, stderr), in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setattr(out, "width", 250)  # a console reads COLUMNS when it is made, which another test may have caused
     monkeypatch.setenv("GRADSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
 

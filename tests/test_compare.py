@@ -296,6 +296,17 @@ def test_best_last_and_both(cli, small, small_encoder, make_encoder, tmp_path) -
     best.write_text('{"step": 5, "recall_at_1": 0.5, "checkpoint": "step-000005"}')
     code, out, _ = cli("eval", "run", "--data", small, "--checkpoint", "both", *COMMON)
     assert (code, out.count("JSON: ")) == (0, 1)
+    from gradscope.data.identity import save_items
+    from gradscope.gallery import training_items
+
+    (run / "arrays").mkdir()
+    save_items(run / "arrays" / "train_items.npz", training_items(f"{small}:train"))
+    for encoder in ("run", "run/checkpoints/step-000002"):
+        assert "4 of 12 evaluated items were in training" in " ".join(cli("eval", encoder, "--data", small, *COMMON)[1].split())
+    best.write_text('{"step": 0, "recall_at_1": 0.5, "checkpoint": null}')
+    code, out, _ = cli("eval", "run", "--data", small, "--checkpoint", "both", *COMMON)
+    assert (code, out.count("JSON: ")) == (0, 1)
+    assert "best on validation was the start" in " ".join(out.split())
     for content, message in (
         ('{"checkpoint": null}', "before its first step"),
         ('{"checkpoint": "step-000009"}', "step-000009, is not on disk"),
@@ -330,6 +341,17 @@ def test_wrong_settings_are_one_sentence(cli, small, small_encoder, tmp_path) ->
     (tmp_path / "x.safetensors").write_bytes(b"junk")
     assert "damaged" in cli("eval", "x.safetensors")[2]
     assert "--data, --checkpoint would be ignored" in cli("eval", "x.safetensors", "--data", small, "--checkpoint", "best")[2]
+
+
+def test_memory_is_announced_where_the_matrix_would_not_fit(capfd) -> None:
+    from gradscope.cli.evaluate import announce_memory
+
+    announce_memory(5_000, 5_000, 512)
+    assert not capfd.readouterr().err
+    announce_memory(60_000, 60_000, 64)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "60,000 x 60,000 in tiles" in said
+    assert "26.8 GiB" in said
 
 
 def test_twice_the_same_with_dropout_and_batch_norm(small_encoder, scenes_folder) -> None:

@@ -185,7 +185,7 @@ def test_content_is_compared_between_files_of_one_size_only_and_finds_all(tmp_pa
 
 
 def test_clean_data_leave_with_zero(clean, tmp_path):
-    result = run(clean, "--json", tmp_path / "out/found.json")
+    result = run(clean, "--output", tmp_path / "out/found.json")
     assert result.exit_code == 0, result.output
     assert "nothing found that would change a result" in result.output
     found = json.loads((tmp_path / "out/found.json").read_text())
@@ -204,7 +204,7 @@ def test_tokens_are_those_of_open_clip(clean, tmp_path):
     write_split(
         clean, "train", [("smiles", "images/0.png", [emoji]), ("numbers", "images/1.png", [numbers]), ("x", "images/2.png", ["a"])]
     )
-    run(clean, "--json", tmp_path / "found.json")
+    run(clean, "--output", tmp_path / "found.json")
     lengths = json.loads((tmp_path / "found.json").read_text())["splits"][0]["lengths"]
     want = {"smiles": len(tokenizer.encode(emoji)) + 2, "numbers": len(tokenizer.encode(numbers)) + 2}
     assert len(numbers.split()) < 50
@@ -215,7 +215,7 @@ def test_tokens_are_those_of_open_clip(clean, tmp_path):
 
 
 def test_an_encoder_brings_its_own_tokens_and_context(clean, small_encoder, tmp_path):
-    result = run(clean, "--encoder", small_encoder, "--json", tmp_path / "found.json")
+    result = run(clean, "--encoder", small_encoder, "--output", tmp_path / "found.json")
     assert result.exit_code == 0, result.output
     assert "cut at 128" in result.output
     lengths = json.loads((tmp_path / "found.json").read_text())["splits"][0]["lengths"]
@@ -237,7 +237,7 @@ def test_every_fault_is_found_and_named(clean, tmp_path):
     write_split(clean, "train", train)
     with (clean / "test.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"id": "leak", "image": "images/1.png", "captions": ["a leaked picture"]}) + "\n")
-    result = run(clean, "--json", tmp_path / "found.json")
+    result = run(clean, "--output", tmp_path / "found.json")
     assert result.exit_code == 1, result.output
     found = json.loads((tmp_path / "found.json").read_text())
     train_found = found["splits"][0]
@@ -280,7 +280,7 @@ def test_against_another_data_set(clean, tmp_path):
     write_split(other, "train", [("z", "p/copy.png", ["new words"])])
     picture(other / "p/new.png", 99, size=(15, 20))
     write_split(other, "val", [("y", "p/new.png", ["newer words"])])
-    result = run(clean, "--split", "test", "--against", f"{other}:train", "--json", tmp_path / "found.json")
+    result = run(clean, "--split", "test", "--against", f"{other}:train", "--output", tmp_path / "found.json")
     assert result.exit_code == 1, result.output
     (found,) = json.loads((tmp_path / "found.json").read_text())["overlaps"]
     assert (found["ids"], found["counts"]["content"], found["counts"]["file"]) == (["r5"], 1, 0)

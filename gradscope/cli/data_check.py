@@ -41,18 +41,19 @@ def check(
     image_root: ImageRoot = None,
     encoding: Encoding = None,
     caption: Caption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="Write everything found to this JSON file.", show_default=False)] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the JSON instead of tables.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Threads that read pictures.")] = _DEFAULT_WORKERS,
 ) -> None:
     """Look for missing, unreadable and repeated pictures and captions, cut captions, and overlap between splits and sets.
 
     Exit code 0: clean; 1: something was found that would change a result; 2: the data could not be read.
 
-    Example: gradscope data check my/folder --against docci:train --json check.json
+    Example: gradscope data check my/folder --against docci:train --output check.json
     """
     import json
 
-    from gradscope.console import out, progress
+    from gradscope.console import console, progress
     from gradscope.data.check_sets import check_data, read_piece
     from gradscope.data.source import open_data
 
@@ -74,18 +75,27 @@ def check(
         workers=workers,
         progress=progress,
     )
+    text = json.dumps({"tokens_of": tokens_of, **report.as_dict()}, ensure_ascii=False, indent=1)
+    if json_:
+        typer.echo(text)
+    else:
+        _print(report, tokens_of)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n", encoding="utf-8")
+        console.print(f"wrote {output}", soft_wrap=True)
+    if report.findings():
+        raise typer.Exit(1)
+
+
+def _print(report: Report, tokens_of: str) -> None:
+    from gradscope.console import out
+
     for table in _tables(report, tokens_of):
         out.print(table)
         out.print()
     for line in _lines(report):
         out.print(line, soft_wrap=True)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"tokens_of": tokens_of, **report.as_dict()}, ensure_ascii=False, indent=1)
-        json_file.write_text(text + "\n", encoding="utf-8")
-        out.print(f"wrote {json_file}", soft_wrap=True)
-    if report.findings():
-        raise typer.Exit(1)
 
 
 def _folder(name: str, data_dir: str | None) -> dict[str, str]:

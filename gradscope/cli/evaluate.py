@@ -133,15 +133,14 @@ def embed(
     name: str, gallery: Gallery, settings: Data, *, batch_size: int, workers: int, trust_archive: bool, place: torch.device
 ) -> Embedded:
     """Loads an encoder and embeds the gallery, with a progress bar; a large gallery is announced with its memory."""
-    from gradscope.console import console, progress
+    from gradscope.console import progress
     from gradscope.cpu_speed import cpu_speed
     from gradscope.encoders.load import load_encoder
-    from gradscope.evaluate import embed_records, memory_note
+    from gradscope.evaluate import embed_records
 
     model = load_encoder(name, place, trust_archive=trust_archive)
-    images, captions = len(gallery.records), sum(len(record.captions) for record in gallery.records)
-    if 8 * images * captions > _LARGE:
-        console.print(memory_note(images, captions, int(model.config["model_cfg"].get("embed_dim", 512))))
+    captions = sum(len(record.captions) for record in gallery.records)
+    announce_memory(len(gallery.records), captions, int(model.config["model_cfg"].get("embed_dim", 512)))
     with cpu_speed(place, model.longest_sequence), progress("embedding") as advance:
         return embed_records(
             model,
@@ -152,6 +151,15 @@ def embed(
             on_too_long=settings.on_too_long,
             advance=advance,
         )
+
+
+def announce_memory(images: int, captions: int, width: int) -> None:
+    """Says what scoring will take, where a matrix of all scores would not fit."""
+    from gradscope.console import console
+    from gradscope.evaluate import memory_note
+
+    if 8 * images * captions > _LARGE:
+        console.print(memory_note(images, captions, width))
 
 
 def _suffixed(path: Path, suffix: str) -> Path:
@@ -213,6 +221,7 @@ def _stored(file: str, per_query: Path | None, output: Path | None, resamples: i
     from gradscope.evaluation_file import Evaluation, evaluation_content, write_json, write_queries
 
     embedded, protocol = load_embeddings(file)
+    announce_memory(len(embedded.image), len(embedded.text), embedded.image.shape[1])
     result = score(embedded, resamples=resamples)
     if per_query:
         write_queries(per_query, embedded, result)

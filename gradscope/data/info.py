@@ -106,6 +106,8 @@ def data_set_folder(name: str, given: str, markers: tuple[str, ...], info: DataI
     Raises:
         ValueError: none does; says where it looked, for what, and how to get it.
     """
+    if given and not Path(given).expanduser().is_dir():
+        raise ValueError(f"--data-dir {given} is no folder; give the one that holds '{name}', or leave it out")
     roots = data_folders(Path(given).expanduser() if given else None)
     for root in roots:
         for folder in (root / name, root):

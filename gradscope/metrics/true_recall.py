@@ -25,6 +25,9 @@ from gradscope.metrics.recall import MetricRow
 DEPTHS = (1, 5, 10)
 PROTOCOL = "every caption is a candidate; fraction of the image's captions within k; ties in random order"
 
+#: Scores held at a time, 64 MiB: rows of all captions are wide where captions are many.
+_ENTRIES = 1 << 23
+
 Array = NDArray[np.float64]
 
 
@@ -59,7 +62,7 @@ def caption_places(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each caption, with its image as the query: candidates above it, and others tied with it; int64 [M] each.
 
-    A caption whose score is not finite has all others above it. Memory is O(block * M).
+    A caption whose score is not finite has all others above it. ``block``: images at a time, fewer where captions are very many.
     """
     check_gallery(images, texts, image_of_text)
     if images.device.type == "mps":  # has no float64
@@ -70,6 +73,7 @@ def caption_places(
     number = torch.bincount(owner, minlength=len(images))
     first = number.cumsum(0) - number
     doubles = finite(texts)
+    block = max(1, min(block, _ENTRIES // len(texts)))
     counts = torch.zeros(2, len(texts), dtype=torch.int64, device=images.device)
     for start in range(0, len(images), block):
         scores = finite(images[start : start + block]) @ doubles.T  # [rows, M]
