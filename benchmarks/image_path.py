@@ -146,7 +146,7 @@ def embedding_distances(paths: Sequence[Path]) -> pd.DataFrame:
     """Rows (encoder, way, distance)."""
     from gradscope.encoders.load import load_encoder
 
-    tiny = load_encoder("tiny", torch.device("cpu")).eval()
+    tiny = load_encoder("tiny")
     rows = []
     for name, model, preprocess in (("ViT-B/32", random_vit(), PREPROCESS), ("tiny", tiny.model.visual, tiny.config["preprocess_cfg"])):
         pixels = {way: torch.stack([read(path) for path in paths]) for way, read in ways(preprocess).items()}
