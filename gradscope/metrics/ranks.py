@@ -70,7 +70,7 @@ def ranks(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int = 
         images, texts = images.cpu(), texts.cpu()
     image_of_text = image_of_text.to(images.device)
     good_image, good_text = finite_rows(images), finite_rows(texts)
-    positive = _positive_scores(images, texts, image_of_text, block)  # [M]
+    positive = positive_scores(images, texts, image_of_text, block)  # [M]
     positive[~(good_text & good_image[image_of_text])] = -torch.inf
     best = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=images.device)
     best.scatter_reduce_(0, image_of_text, positive, "amax")  # [N]
@@ -83,7 +83,7 @@ def ranks(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int = 
             tile = finite(images[rows]) @ finite(texts[columns]).T  # [rows, columns]
             tile.masked_fill_(~good_image[rows, None], -torch.inf)
             tile.masked_fill_(~good_text[columns], -torch.inf)
-            _leave_out_positives(tile, image_of_text[columns] - i)
+            leave_out_positives(tile, image_of_text[columns] - i)
             by_image[:, rows] += _counts(tile, best[rows, None], dim=1)
             by_text[:, columns] += _counts(tile, positive[columns], dim=0)
 
@@ -122,14 +122,15 @@ def finite(rows: Tensor) -> Tensor:
     return torch.where(finite_rows(rows)[:, None], rows.double(), 0.0)
 
 
-def _positive_scores(images: Tensor, texts: Tensor, image_of_text: Tensor, block: int) -> Tensor:
+def positive_scores(images: Tensor, texts: Tensor, image_of_text: Tensor, block: int) -> Tensor:
+    """float64 [M]: each caption's inner product with its own image; 0 where a row is not finite."""
     parts = [
         (finite(images[own]) * finite(rows)).sum(1) for rows, own in zip(texts.split(block), image_of_text.split(block), strict=True)
     ]
     return torch.cat(parts)  # float64 [M]
 
 
-def _leave_out_positives(tile: Tensor, row_of_column: Tensor) -> None:
+def leave_out_positives(tile: Tensor, row_of_column: Tensor) -> None:
     """Set the score of every positive pair in the tile to minus infinity."""
     columns = torch.nonzero((row_of_column >= 0) & (row_of_column < len(tile)))[:, 0]
     tile[row_of_column[columns], columns] = -torch.inf

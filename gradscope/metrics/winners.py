@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradscope.metrics.ranks import TIE_TOLERANCE, check_gallery, finite, finite_rows
+from gradscope.metrics.ranks import TIE_TOLERANCE, check_gallery, finite, finite_rows, leave_out_positives, positive_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +58,29 @@ def winners(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int 
         images, texts = images.cpu(), texts.cpu()
     owner = image_of_text.to(images.device)
     good_image, good_text = finite_rows(images), finite_rows(texts)
-    best = {(d, kind): _Best(n, images.device) for d, n in (("i2t", len(images)), ("t2i", len(texts))) for kind in (True, False)}
+    truth_i2t, truth_t2i = _truths(images, texts, owner, good_text & good_image[owner], block)
+    rival_i2t, rival_t2i = _Best(len(images), images.device), _Best(len(texts), images.device)
     for i in range(0, len(images), block):
         for j in range(0, len(texts), block):
             rows, columns = slice(i, i + block), slice(j, j + block)
             tile = finite(images[rows]) @ finite(texts[columns]).T
             tile.masked_fill_(~(good_image[rows, None] & good_text[columns]), -torch.inf)
-            mine = owner[columns] == torch.arange(i, i + len(tile), device=images.device)[:, None]
-            for kind, mask in ((True, ~mine), (False, mine)):
-                scores = tile.masked_fill(mask, -torch.inf)
-                best["i2t", kind].take(rows, scores, j)
-                best["t2i", kind].take(columns, scores.T, i)
-    # A positive whose score is not finite was never taken: the query still has one, its first.
-    for direction, first in (("i2t", _first_caption(owner, len(images))), ("t2i", owner)):
-        truth = best[direction, True]
-        truth.index = torch.where(truth.index < 0, first, truth.index)
-    return _winners("i2t", best), _winners("t2i", best)
+            leave_out_positives(tile, owner[columns] - i)
+            rival_i2t.take(rows, tile, j)
+            rival_t2i.take(columns, tile.T, i)
+    return _winners("i2t", truth_i2t, rival_i2t), _winners("t2i", truth_t2i, rival_t2i)
+
+
+def _truths(images: Tensor, texts: Tensor, owner: Tensor, good: Tensor, block: int) -> tuple[_Best, _Best]:
+    """The best own caption of each image, and the own image of each caption; named even where no score is finite."""
+    by_image, by_text = _Best(len(images), images.device), _Best(len(texts), images.device)
+    by_text.index = owner
+    by_text.score = positive_scores(images, texts, owner, block).masked_fill(~good, -torch.inf)
+    by_image.score.scatter_reduce_(0, owner, by_text.score, "amax")
+    top = by_text.score >= by_image.score[owner] - TIE_TOLERANCE
+    captions = torch.arange(len(texts), device=images.device)
+    by_image.index.fill_(len(texts)).scatter_reduce_(0, owner[top], captions[top], "amin")
+    return by_image, by_text
 
 
 class _Best:
@@ -86,21 +93,17 @@ class _Best:
     def take(self, queries: slice, scores: Tensor, offset: int) -> None:
         """Candidates ``offset`` and on, one column each, for some queries."""
         top = scores.amax(1)
-        # Rounding separates equal embeddings in the last digit, so the first within the tolerance is named.
-        place = (scores >= top[:, None] - TIE_TOLERANCE).int().argmax(1) + offset
-        better = top > self.score[queries] + TIE_TOLERANCE
-        better |= torch.isneginf(self.score[queries]) & torch.isfinite(top)
-        self.score[queries] = torch.where(better, top, self.score[queries])
-        self.index[queries] = torch.where(better, place, self.index[queries])
+        before = self.score[queries]
+        better = torch.nonzero((top > before + TIE_TOLERANCE) & torch.isfinite(top))[:, 0]
+        # Few improve after the first tiles. Rounding separates equal embeddings in the last digit, so the first within the
+        # tolerance is named.
+        place = (scores[better] >= top[better, None] - TIE_TOLERANCE).to(torch.uint8).argmax(1)
+        rows = better + queries.start
+        self.score[rows] = top[better]
+        self.index[rows] = place + offset
 
 
-def _first_caption(owner: Tensor, n_images: int) -> Tensor:
-    first = torch.full((n_images,), len(owner), dtype=torch.int64, device=owner.device)
-    return first.scatter_reduce_(0, owner, torch.arange(len(owner), device=owner.device), "amin")
-
-
-def _winners(direction: str, best: dict[tuple[str, bool], _Best]) -> Winners:
-    truth, rival = best[direction, True], best[direction, False]
+def _winners(direction: str, truth: _Best, rival: _Best) -> Winners:
     return Winners(
         direction=direction,
         truth=truth.index.cpu().numpy(),
