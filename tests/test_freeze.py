@@ -384,3 +384,18 @@ def test_cached_accumulation_with_frozen_parts(what, checkpointed):
             assert parameter.grad is None, name
         else:
             torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_token_outputs_of_a_frozen_tower_have_no_graph_either():
+    model = encoder()
+    model.add_token_scale()
+    summary = freeze(model, "image")
+    assert summary.trainable["rest"] == 2, "both scales still train"
+    found = model.train().embed(batch_of(3), tokens=True)
+    for rows in (found.image, found.image_tokens):
+        assert rows.grad_fn is None
+        assert rows.requires_grad
+    assert found.text_tokens.grad_fn is not None
+    (found.image_tokens.sum(1) * found.text[:, None].sum(1)).sum().backward()
+    assert found.image_tokens.grad is not None
+    assert all(parameter.grad is None for parameter in model.model.visual.parameters())

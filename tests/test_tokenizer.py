@@ -196,7 +196,7 @@ def test_a_giant_caption_costs_seconds_at_most(build, family, piece):
     caption = piece * (200_000 // len(piece))
     start = time.perf_counter()
     tokenized = tokenizer.tokenize([caption])
-    assert time.perf_counter() - start < 8
+    assert time.perf_counter() - start < 20  # about one on an idle machine
     assert int(tokenized.lengths) > 1000 or piece == "?!"  # SigLIP drops punctuation
     assert tokenized.truncated() == 1 or piece == "?!"
 

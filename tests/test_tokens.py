@@ -8,16 +8,19 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import open_clip
 import pytest
 import torch
-from families import HF, IMAGE, TEXT, TEXTS, TIMM, hf_family, image_family, text_family
+from families import HF, IMAGE, TEXT, TEXTS, TIMM, VISION, hf_family, image_family, text_family
 from hf_tokenizers import FRAMES, model_config, write_tokenizer
 from open_clip import CoCa
 from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradscope.checkpoint import save_encoder
 from gradscope.encoders.dual import DualEncoder
+from gradscope.encoders.load import load_encoder
 from gradscope.encoders.reach import unreached_rows
 from gradscope.encoders.tokenizer import make_tokenizer
 from gradscope.encoders.tokens import TowerTokens, check_tokens, image_tokens, text_tokens, text_tower
@@ -359,3 +362,39 @@ def test_an_encoder_with_a_hugging_face_tokenizer(family, tmp_path):
         assert torch.equal(structural, gradient_rows(model, dict(encoder.named_parameters())[name])), name
     assert not rows["model.text.positional_embedding"].any(), "the last position sees its padding"
     assert not rows["model.text.token_embedding.weight"][tokenizer.pad]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("class token", 17), ("timm attention", 101), ("resnet", 12), ("timm convolutional", 12)]
+)
+def test_the_longer_tower_in_tokens(kind, expected):
+    encoder = DualEncoder(image_family(kind, SEED), SimpleTokenizer(context_length=12), {}, "mine")
+    assert encoder.longest_sequence == expected
+    encoder = DualEncoder(image_family(kind, SEED), SimpleTokenizer(context_length=200), {}, "mine")
+    assert encoder.longest_sequence == 200
+
+
+@pytest.mark.parametrize("family", ["siglip", "clipa", "clips"])
+def test_an_encoder_with_a_hugging_face_tokenizer_survives_a_checkpoint(family, tmp_path):
+    """Our loader and plain open_clip both read it back: same ids, same embeddings."""
+    write_tokenizer(tmp_path / "tokenizer", FRAMES[family])
+    text = {**TEXT, "vocab_size": 320, "no_causal_mask": True, "pool_type": "last", "proj_bias": True}
+    text |= model_config(FRAMES[family], 12)["model_cfg"]["text_cfg"]
+    config = {
+        "model_cfg": {"embed_dim": 16, "vision_cfg": dict(VISION), "text_cfg": text, "custom_text": True, "init_logit_bias": -10},
+        "preprocess_cfg": {"size": [32, 32]},
+    }
+    model_cfg = {k: v for k, v in config["model_cfg"].items() if k != "custom_text"}
+    text_cfg = {k: v for k, v in text.items() if "tokenizer" not in k}
+    model = open_clip.CustomTextCLIP(**{**model_cfg, "text_cfg": text_cfg}).eval()
+    encoder = DualEncoder(model, make_tokenizer(config, tmp_path / "tokenizer"), config, family)
+    save_encoder(tmp_path / "saved", encoder)
+    captions = ["red ball", "A large, blue ball! left of a green one " * 4, "", "赤い"]
+    ids = encoder.tokenize(captions).ids
+    again = load_encoder(str(tmp_path / "saved"))
+    assert torch.equal(again.tokenize(captions).ids, ids)
+    assert torch.equal(again.embed_texts(ids), encoder.embed_texts(ids))
+    plain = open_clip.create_model(f"local-dir:{tmp_path / 'saved'}").eval()
+    assert torch.equal(open_clip.get_tokenizer(f"local-dir:{tmp_path / 'saved'}")(captions), ids)
+    with torch.no_grad():
+        torch.testing.assert_close(plain.encode_text(ids, normalize=True), encoder.embed_texts(ids), atol=1e-6, rtol=0)

@@ -65,11 +65,14 @@ class DualEncoder(nn.Module):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longer tower: the text context, or patches and class token of a ViT (0 for other image towers)."""
-        vision = self.config["model_cfg"]["vision_cfg"]
-        size, patch = vision.get("image_size"), vision.get("patch_size")
-        patches = (size // patch) ** 2 + 1 if isinstance(size, int) and isinstance(patch, int) else 0
-        return max(self.context, patches)
+        """Tokens of the longer tower: the text context, or patches and class token of a ViT (other image towers have none)."""
+        visual = self.model.visual
+        trunk = getattr(visual, "trunk", None)  # timm's
+        if trunk is not None:
+            patches = getattr(getattr(trunk, "patch_embed", None), "num_patches", 0)
+            return max(self.context, patches + getattr(trunk, "num_prefix_tokens", 0))
+        rows, columns = getattr(visual, "grid_size", (0, 0))
+        return max(self.context, rows * columns + 1)
 
     @property
     def device(self) -> torch.device:
