@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _LARGE = 2**30
 
 DataName = Annotated[
-    str | None, typer.Option(help="A name of `gradscope data list`, or a folder or file of your own. [default: scenes]")
+    str | None, typer.Option(help="A name of `gradscope data list`, or a folder or file of your own.", show_default="scenes")
 ]
-SplitName = Annotated[str | None, typer.Option(help="May be joined, a+b. [default: the data set's own choice]")]
-DataDir = Annotated[str | None, typer.Option(help="Folder of a public data set. [default: $GRADSCOPE_DATA, the cache]")]
+SplitName = Annotated[str | None, typer.Option(help="May be joined, a+b.", show_default="the data set's own choice")]
+DataDir = Annotated[str | None, typer.Option(help="Folder of a public data set.", show_default="$GRADSCOPE_DATA, the cache")]
 ImageKey = Annotated[str | None, typer.Option(help="Key or column of the picture's path in files of your own.")]
 CaptionKey = Annotated[str | None, typer.Option(help="Key or column of the captions.")]
 ImageRoot = Annotated[str | None, typer.Option(help="Folder that relative picture paths belong to.")]
@@ -61,11 +61,15 @@ def evaluate(
     checkpoint: Annotated[str, typer.Option(help="Of a run: last, best (on validation) or both.")] = "last",
     trained_on: Annotated[
         str | None,
-        typer.Option(help="What the encoder was trained on, DATA[:SPLIT]: items seen are counted. [default: what the run recorded]"),
+        typer.Option(
+            help="What the encoder was trained on, DATA[:SPLIT]: items seen are counted.", show_default="what the run recorded"
+        ),
     ] = None,
     save_embeddings: Annotated[Path | None, typer.Option(help="Keep the embeddings, to be scored again without the model.")] = None,
     per_query: Annotated[Path | None, typer.Option(help="A CSV with rank, score and winner of every query.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes. [default: eval-DATA-SPLIT.json in the run or here]")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the JSON goes.", show_default="eval-DATA-SPLIT.json in the run or here")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the JSON instead of tables.")] = False,
     resamples: Resamples = 2000,
     batch_size: BatchSize = 128,
