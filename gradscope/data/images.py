@@ -177,7 +177,16 @@ def _what_it_is(path: str | Path) -> str:
 
 def missing_pictures(records: Sequence[Record]) -> list[Record]:
     """Records without a picture, or whose picture's path leads nowhere. A folder or a damaged file is there, but bad."""
-    return [record for record in records if record.image is None or not Path(record.image).exists()]
+    return [record for record in records if record.image is None or not _leads_somewhere(record.image)]
+
+
+def _leads_somewhere(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except PermissionError:  # a closed folder: reading will say so
+        return True
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def refuse_missing(records: Sequence[Record]) -> None:

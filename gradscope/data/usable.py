@@ -38,7 +38,7 @@ class Usable:
     """Records after the policies.
 
     ``expected`` counts the records before them; ``missing`` holds the ids of those left out for want of a picture, ``bad`` the
-    path and the reason of each picture that could not be decoded; ``notes`` say both in words.
+    path and the reason of each picture that could not be decoded; ``notes`` say both in words (the first ten and fifty by name).
     """
 
     records: tuple[Record, ...]
@@ -82,7 +82,7 @@ def usable(
         bad = bad_pictures([str(record.image) for record in kept], workers=workers, advance=advance)
         if bad:
             _refuse_many(bad, len(kept), limit)
-            notes.append(f"{len(bad)} of {len(records)} records left out, their pictures cannot be decoded: {_told(bad, len(bad))}")
+            notes.append(f"{len(bad)} of {len(records)} records left out, their pictures cannot be decoded: {_told(bad, 50)}")
         kept = [record for record in kept if record.image not in bad]
     if not kept:
         raise ValueError(f"none of {len(records)} records has a usable picture: {'; '.join(notes)}")
