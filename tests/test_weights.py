@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import secrets
+from argparse import Namespace
 from pathlib import Path
 
 import open_clip
@@ -512,10 +514,19 @@ class Runs:
 
 def test_a_file_that_needs_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save({"state_dict": toy_state(), "args": Runs()}, tmp_path / "code.pt")
-    with pytest.raises(ValueError, match=r"may run code.*save the bare state_dict"):
-        load_encoder(str(tmp_path / "code.pt"))
+    for content, wanted in ((Runs(), "Path.touch|getattr"), (Namespace(lr=1), "argparse.Namespace"), (nn.ReLU(), "ReLU")):
+        torch.save({"state_dict": {"a": torch.zeros(1)}, "args": content}, tmp_path / "code.pt")
+        with pytest.raises(ValueError, match=rf"wants to load '[\w.]*({wanted})'.*may run code.*save the bare state_dict"):
+            load_encoder(str(tmp_path / "code.pt"))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_plain_pickle_is_refused_in_one_line(tmp_path):
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"a": Namespace()}))
+    with pytest.raises(ValueError, match=r"not a readable weights file.*\(Unsupported") as caught:
+        load_encoder(str(tmp_path / "plain.pt"))
+    assert "\n" not in str(caught.value)
 
 
 def test_what_is_no_weights_file_is_one_line(tmp_path):

@@ -51,9 +51,11 @@ def read_weights(path: Path, *, trust_archive: bool = False) -> Any:
     if is_torchscript(path):
         return _torchscript(path, trust_archive)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of another pickle protocol: it is read, or refused below
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"(?:GLOBAL|global:?)\s+([\w.]+)", str(error))
+        found = re.search(r"\bGLOBAL ([\w.]+)", str(error))
         if found is None:
             raise ValueError(_damaged(path, error)) from error
         raise ValueError(
@@ -146,7 +148,7 @@ def _refuse_text(path: Path) -> None:
 
 
 def _damaged(path: Path, error: BaseException) -> str:
-    said = str(error).strip().splitlines()
+    said = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines()
     return (
         f"'{path}' ({path.stat().st_size:,} bytes) is not a readable weights file, or was cut short "
         f"({said[0][:120] if said else type(error).__name__}); fetch it again and compare its SHA-256"
