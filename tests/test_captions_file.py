@@ -166,6 +166,9 @@ def test_splits_of_a_file_are_chosen_not_mixed(tmp_path: Path) -> None:
 def test_a_named_set_is_looked_for_then_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADSCOPE_DATA", str(tmp_path / "env"))
     monkeypatch.setenv("GRADSCOPE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="given is no folder"):
+        read_captions("docci", data_dir=tmp_path / "given")
+    (tmp_path / "given").mkdir()
     with pytest.raises(ValueError) as caught:
         read_captions("docci", data_dir=tmp_path / "given")
     for part in ("given", "env", str(Path("cache", "data")), "docci_descriptions.jsonlines", "data fetch docci"):

@@ -43,7 +43,7 @@ def test_help_has_examples_and_is_light():
 def cli(monkeypatch, capfd, tmp_path):
     """``cli("info", "scenes")`` -> (exit code, stdout, stderr), in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(out, "width", 250)  # a console reads COLUMNS when it is made, which another test may have caused
+    monkeypatch.setattr(out, "width", 500)  # a console reads COLUMNS when it is made, which another test may have caused
     monkeypatch.setenv("GRADSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
 

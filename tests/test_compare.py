@@ -191,11 +191,13 @@ def test_none_or_all_seen_leaves_nothing_to_set_apart(share: int) -> None:
 def cli(monkeypatch, tmp_path):
     """``cli("eval", ...)`` -> (exit code, stdout, the error), in a folder of its own."""
     from gradscope.cli import app
+    from gradscope.console import out
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(out, "width", 160)  # a console reads COLUMNS when it is made, which another test may have caused
 
     def run(*args: object) -> tuple[int, str, str]:
-        result = CliRunner(env={"COLUMNS": "160"}).invoke(app, [str(a) for a in args])
+        result = CliRunner().invoke(app, [str(a) for a in args])
         return result.exit_code, result.stdout, str(result.exception or "")
 
     return run

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import SMALL
 from families import HF, IMAGE, TEXTS, TIMM, hf_family, image_family, text_family
 from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from toy import readings, toy_probe
 from gradscope.cached import check_replayable, embed_all, joined, replay
 from gradscope.encoders.dual import DualEncoder, evaluating
 from gradscope.encoders.freeze import checkpoint_activations, freeze, image_tower, text_tower_parts
+from gradscope.encoders.load import load_encoder
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.types import Batch, Embeddings
 
@@ -399,3 +401,18 @@ def test_token_outputs_of_a_frozen_tower_have_no_graph_either():
     (found.image_tokens.sum(1) * found.text[:, None].sum(1)).sum().backward()
     assert found.image_tokens.grad is not None
     assert all(parameter.grad is None for parameter in model.model.visual.parameters())
+
+
+def test_a_stretched_table_with_frozen_beginning_is_part_of_the_text_tower(make_encoder):
+    """Its other rows are a parameter behind a parametrization, which must be frozen, and counted as reached, like any other."""
+    config = copy.deepcopy(SMALL)
+    config["model_cfg"]["text_cfg"]["context_length"] = 77
+    encoder = load_encoder(f"{make_encoder(config=config)}@248frozen20")
+    table = encoder.model.parametrizations.positional_embedding.original
+    assert len(table) == 228
+    ids = encoder.tokenize(["a red chair beside a blue table " * 5]).ids
+    batch = Batch(ids=("a",), images={}, texts={"full": ids}, lengths=torch.tensor([40]), captions=("",))
+    unreached = next(rows for name, rows in encoder.structural_rows(batch).items() if "positional" in name)
+    assert torch.equal(unreached, torch.arange(20, 248) > ids[0].argmax())
+    freeze(encoder, "text")
+    assert not table.requires_grad

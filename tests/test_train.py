@@ -567,6 +567,7 @@ def test_a_run_does_not_overwrite_another(recipe, tmp_path):
     with pytest.raises(ValueError, match=r"already holds a run.*--resume"):
         train(wanted, tmp_path / "run", quiet=True)
 
+
 @pytest.mark.parametrize("mode", ["narrow", "cached"])
 @pytest.mark.parametrize("what", ["image", "text", "all-but-last-0"])
 def test_what_is_frozen_stays_and_the_rest_moves(recipe, tmp_path, small_encoder, what, mode):

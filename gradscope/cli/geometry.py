@@ -32,7 +32,7 @@ def caption_geometry(
     caption_key: Annotated[
         str | None, typer.Option(help="Key or column that holds the captions; found by itself if usual.", show_default=False)
     ] = None,
-    split: Annotated[str, typer.Option(help="Of every data set named; may be joined, a+b. [default: each one's own choice]")] = "",
+    split: Annotated[str, typer.Option(help="Of every data set named; may be joined, a+b. (default: each one's own choice)")] = "",
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with data, before $GRADSCOPE_DATA and the cache.", show_default=False)
     ] = None,

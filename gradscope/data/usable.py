@@ -63,7 +63,7 @@ def usable(
         allow_missing: leave records without a picture out, counted.
         on_bad_image: "error" or "skip".
         workers: processes that decode; 0 decodes in this one.
-        limit: the largest share of bad pictures that is left out.
+        limit: the largest share of bad pictures that is left out; one alone always may be.
         advance: called with pictures done and all that are to be decoded.
 
     Raises:
@@ -139,7 +139,7 @@ def _why_bad(path: str) -> str | None:
 
 
 def _refuse_many(bad: dict[str, str], count: int, limit: float) -> None:
-    if len(bad) > limit * count:
+    if len(bad) > max(1, limit * count):
         raise ValueError(
             f"{len(bad)} of {count} pictures cannot be decoded, more than the {limit:.0%} that --on-bad-image skip leaves out: "
             f"{_told(bad, 10)}; repair them or take their records out"

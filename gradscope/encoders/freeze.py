@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscope.encoders.dual import DualEncoder
+from gradscope.encoders.stretch import position_parameter
 from gradscope.encoders.tokens import FINAL_NORMS, text_tower
 
 _LAST = re.compile(r"all-but-last-(\d+)")
@@ -174,7 +175,7 @@ def text_tower_parts(model: Any) -> Tower:
     elif isinstance(text, TextTransformer | CLIP):
         blocks, head = tuple(text.transformer.resblocks), (text.ln_final, text.text_projection)
         if text is model:  # its parts lie beside the image tower
-            own = (text.token_embedding, text.positional_embedding, text.transformer, *head)
+            own = (text.token_embedding, position_parameter(text)[0], text.transformer, *head)
             modules = tuple(part for part in own if isinstance(part, nn.Module))
             loose = tuple(part for part in own if isinstance(part, nn.Parameter))
     return Tower(name="text", modules=modules, loose=loose, blocks=blocks, head=_present(head), kind=type(text).__name__)

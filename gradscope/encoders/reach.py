@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
+from gradscope.encoders.stretch import position_parameter
 from gradscope.encoders.tokens import text_tower
 
 
@@ -35,11 +35,8 @@ def unreached_rows(model: Any, ids: Tensor, words: Tensor | None) -> dict[int, T
     used = torch.zeros(len(positions), dtype=torch.bool, device=ids.device)
     used[: ids.shape[1]] = seen.any(0)
     used[ids.shape[1] :] = getattr(text, "cls_emb", None) is not None
-    rows = {id(text.token_embedding.weight): _without(ids[seen], text.token_embedding), id(positions): ~used}
-    if is_parametrized(text, "positional_embedding"):  # the first rows are frozen, only the others are a parameter
-        trained = text.parametrizations.positional_embedding.original
-        rows[id(trained)] = ~used[len(used) - len(trained) :]
-    return rows
+    trained, first = position_parameter(text)  # where the first rows are frozen, only the others are a parameter
+    return {id(text.token_embedding.weight): _without(ids[seen], text.token_embedding), id(trained): ~used[first:]}
 
 
 def _seen(model: Any, text: Any, ids: Tensor) -> Tensor:
