@@ -13,7 +13,8 @@ data sets under one encoder, never one data set under two. A truncated caption i
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -127,7 +128,22 @@ def _sentence_model(folder: Path, device: torch.device) -> Any:
     except ImportError as error:
         raise ValueError(f"'{folder}' is a sentence-transformers model and needs the extra 'text'; run: {_INSTALL}") from error
     try:
-        return SentenceTransformer(str(folder), device=str(device), local_files_only=True).float().eval()
+        with _without_bars():
+            return SentenceTransformer(str(folder), device=str(device), local_files_only=True).float().eval()
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"the sentence-transformers model in '{folder}' could not be loaded: {first}") from error
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws a bar of its own for weights that load in a moment."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
