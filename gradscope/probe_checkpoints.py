@@ -6,6 +6,7 @@ and "update" (accumulation, optimizer) have nothing to say and are left out.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ from gradscope.console import console, progress
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
+from gradscope.data.too_long import refuse_too_long
 from gradscope.data.usable import usable
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.frameworks.clip import total_loss
 from gradscope.optim import make_optimizer
 from gradscope.provenance import provenance
-from gradscope.recipe import resolve
+from gradscope.recipe import Data, resolve
 from gradscope.runlog import RunLog
 from gradscope.train import make_framework, make_probe, report_failures
 
@@ -27,7 +29,7 @@ from gradscope.train import make_framework, make_probe, report_failures
 def probe_checkpoints(
     names: Sequence[str],
     *,
-    data: str,
+    data: Data,
     split: str,
     width: int,
     batches: int,
@@ -35,38 +37,60 @@ def probe_checkpoints(
     seed: int,
     device: str,
     output: Path,
+    trust_archive: bool = False,
 ) -> list[Path]:
-    """One run directory per checkpoint under ``output``, in the order given. Raises ValueError for bad names or data."""
+    """One run directory per checkpoint under ``output``, in the order given; what was left out or cut is said.
+
+    Raises:
+        ValueError: bad names or data, or captions that are too long where ``data`` does not allow for it.
+    """
     place = resolve_device(device)
-    source = open_data(data)
+    source = open_data(data.name, **data.settings())
     split = source.split_or_only(split)
-    records = usable(source.records(split), allow_missing=False, on_bad_image="error", workers=0).records
+    found = source.read(split)
+    kept = usable(found.records, allow_missing=data.allow_missing, on_bad_image=data.on_bad_image, workers=0)
+    records, notes = kept.records, [*found.notes, *kept.notes]
+    for note in notes:
+        console.print(f"note: {note}", soft_wrap=True)
     paths = [output / re.sub(r"[^A-Za-z0-9_.=-]+", "-", name).strip("-") for name in names]
     for path in paths:
         if path.exists():
             raise ValueError(f"'{path}' holds readings already; remove it or choose another --output")
     for name, path in zip(names, paths, strict=True):
         tables = {
-            "data": {"name": data},
-            "encoder": {"name": name},
+            "data": {**dataclasses.asdict(data), "train_split": split},
+            "encoder": {"name": name, "trust_archive": trust_archive},
             "objective": {"name": "hn", "gamma": gamma},
             "train": {"batch_size": width, "seed": seed, "device": str(place), "max_steps": batches, "epochs": 1},
             "probe": {"log_grads": True, "every": 1},
         }
         recipe = resolve(tables, {})
-        encoder = load_encoder(name, place)
+        encoder = load_encoder(name, place, trust_archive=trust_archive)
         framework = make_framework(recipe)
         probe = make_probe(recipe, encoder, framework, make_optimizer(encoder, recipe.train))
         assert probe is not None
-        stream = Batches(records=records, encoder=encoder, batch_size=width, accumulate=1, seed=seed)
+        stream = Batches(records=records, encoder=encoder, batch_size=width, accumulate=1, seed=seed, decode=data.decode)
+        cut = stream.tokenized.truncated()
+        if data.on_too_long == "error":
+            refuse_too_long([record.id for record in records], stream.tokenized.lengths.tolist(), encoder.context)
+        if cut:
+            console.print(f"{name}: {cut} of {len(records)} captions cut at {encoder.context} tokens", soft_wrap=True)
         count = min(batches, stream.steps_per_epoch)
         if count < batches:
-            console.print(f"{name}: {split} of {data} fills {count} batches of {width}, not {batches}", style="yellow", markup=False)
+            fills = f"{split} of {data.name} fills {count} batches of {width}, not {batches}"
+            console.print(f"{name}: {fills}", style="yellow", markup=False)
         with cpu_speed(place, encoder.longest_sequence) as kernels:
             facts = provenance(
                 kernels=kernels,
                 width=width,
-                data={"name": data, "split": split, "train_sha256": source.fingerprint(split)},
+                truncated_captions=cut,
+                data={
+                    "name": data.name,
+                    "split": split,
+                    "train_sha256": source.fingerprint(split),
+                    "records": len(records),
+                    "notes": notes,
+                },
             )
             with (
                 RunLog.create(path, recipe_toml=recipe.toml(), provenance=facts) as log,

@@ -162,10 +162,8 @@ def parse_set(assignment: str) -> tuple[str, Any]:
 
 def parse_value(text: str) -> Any:
     """A TOML value; anything that is not one is taken as a string (so live need not be quoted); ".5" counts as 0.5."""
-    if text.startswith("."):
-        text = f"0{text}"
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {'0' if text.startswith('.') else ''}{text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 

@@ -24,9 +24,16 @@ def check_same_recipe(run: Run, recipe: Recipe) -> None:
 
 
 def check_same_data(run: Run, facts: dict[str, Any]) -> None:
-    a, b = run.provenance["data"]["train_sha256"], facts["data"]["train_sha256"]
+    """Raises ValueError if the file's records differ from the run's, or what the policies on pictures leave of them."""
+    before, now = run.provenance["data"], facts["data"]
+    a, b = before["train_sha256"], now["train_sha256"]
     if a != b:
         raise ValueError(
             f"--resume needs the same training data, but the sha256 of its records was {a[:12]}... and is now {b[:12]}...; "
             "restore the files, or start a new run with --output"
+        )
+    if before.get("used_sha256", now["used_sha256"]) != now["used_sha256"]:  # another number of records is another shuffle
+        raise ValueError(
+            f"--resume needs the same training data, but {before['records']} records of '{before['name']}' were usable and now "
+            f"{now['records']} are, or others (or validation's are); restore the pictures, or start a new run with --output"
         )

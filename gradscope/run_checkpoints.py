@@ -74,7 +74,11 @@ def _marked(run: Path) -> str | None:
 
 
 def stored_training_items(encoder: str) -> Path | None:
-    """The table of the items a run (or the run of a checkpoint) was trained on, if it kept one."""
-    path = Path(encoder)
-    runs = [folder for folder in (path, *path.parents[:2]) if is_run(folder)]
-    return next((file for file in (run / "arrays" / "train_items.npz" for run in runs) if file.is_file()), None)
+    """The table of the items a run (or the run of a checkpoint) was trained on, if it kept one. Stretched runs (RUN@248) count."""
+    from gradscope.encoders.stretch import parse_stretch
+
+    path = Path(encoder.removeprefix("local-dir:"))
+    if not path.exists():
+        path = Path(parse_stretch(str(path))[0])
+    runs = [path, *(folder.parent for folder in path.parents if folder.name == "checkpoints")]
+    return next((file for file in (run / "arrays" / "train_items.npz" for run in runs if is_run(run)) if file.is_file()), None)

@@ -53,8 +53,10 @@ def arms(tables: Mapping[str, Any], over: Sequence[str], seeds: int, output: Pat
         settings = {key: value for point in combination for key, value in point.items()}
         for seed in range(first, first + seeds):
             recipe = resolve(tables, {**settings, "train.seed": seed})
-            words = [f"{key.split('.')[-1]}={value}" for key, value in settings.items()]
+            words = [f"{key.split('.')[-1]}={str(value).replace('/', '-')}" for key, value in settings.items()]  # one folder an arm
             grid.append(Arm(settings=settings, seed=seed, path=output / ",".join([*words, f"seed={seed}"]), recipe=recipe))
+    if len({arm.path for arm in grid}) < len(grid):
+        raise ValueError("--over gives two arms one folder (a value's / becomes -); rename one of the values")
     return grid
 
 
@@ -90,17 +92,19 @@ def run_arm(arm: Arm, split: str) -> None:
     if target.is_file():
         return
     data = arm.recipe.data
-    gallery = read_gallery(data, split)
+    workers = arm.recipe.train.workers
+    gallery = read_gallery(data, split, workers=workers)
     device = resolve_device(arm.recipe.train.device)
     encoder = load_encoder(str(arm.path), device)
     with cpu_speed(device, encoder.longest_sequence):
-        result, embedded = evaluate(encoder, gallery.records, decode=data.decode, on_too_long=data.on_too_long)
+        result, embedded = evaluate(encoder, gallery.records, workers=workers, decode=data.decode, on_too_long=data.on_too_long)
     write_hits(target.with_suffix(".npz"), result)
     write_json(target, evaluation_content(Evaluation(protocol=protocol_of(str(arm.path), gallery, embedded), result=result)))
 
 
 def sweep(grid: Sequence[Arm], split: str, advance: Callable[[int, int], None] | None = None) -> Any:
     """Runs a grid in order; returns a frame with a row per arm, direction and metric."""
+    _refuse_unknown_split(grid, split)
     for done, arm in enumerate(grid):
         if advance:
             advance(done, len(grid))
@@ -108,6 +112,14 @@ def sweep(grid: Sequence[Arm], split: str, advance: Callable[[int, int], None] |
     if advance:
         advance(len(grid), len(grid))
     return collect(grid, split)
+
+
+def _refuse_unknown_split(grid: Sequence[Arm], split: str) -> None:
+    """Before anything trains: each data set must have the split that is evaluated. Raises ValueError naming those it has."""
+    from gradscope.data.source import open_data
+
+    for data in {arm.recipe.data for arm in grid}:
+        open_data(data.name, **data.settings()).read(split)
 
 
 def collect(grid: Sequence[Arm], split: str) -> Any:

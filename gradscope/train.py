@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +95,11 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         workers=settings.workers,
         decode=recipe.data.decode,
     )
+    tested = [(record.id, caption) for record in data.validation for caption in record.captions]
+    tested_tokens = encoder.tokenize([caption for _, caption in tested])
     if recipe.data.on_too_long == "error":
-        refuse_too_long([record.id for record in data.train], batches.tokenized.lengths.tolist(), encoder.context)
+        ids = [*(record.id for record in data.train), *(record_id for record_id, _ in tested)]
+        refuse_too_long(ids, [*batches.tokenized.lengths.tolist(), *tested_tokens.lengths.tolist()], encoder.context)
     total_steps = _total_steps(recipe, batches)
     if settings.warmup >= total_steps:
         raise ValueError(f"train.warmup is {settings.warmup} steps, the whole run {total_steps}; lower the one or raise the other")
@@ -116,6 +119,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             total_steps=total_steps,
             left_out_per_epoch=batches.left_out,
             truncated_captions=batches.tokenized.truncated(),
+            truncated_validation_captions=tested_tokens.truncated(),
             repeated_captions=len(data.train) - len({record.captions[0] for record in data.train}),
         )
         log, first = _open_log(stack, recipe, output, resume, facts)
@@ -133,7 +137,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             say(frozen)
         for note in data.notes:
             say(f"note: {note}")
-        keep_items(data, log.path / "arrays")
+        keep_items(data, log.path / "arrays", recipe.encoder.name, say)
         fixed = fixed_captions(recipe, framework, encoder, batches, log, say)
         best = _best_so_far(log)
         if first == 1:
@@ -172,6 +176,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                     losses.append(total.detach())
                     parts.append(_term_losses(terms))
             scaler.unscale_(optimizer)
+            if step == first:
+                _say_untouched(encoder, step, say)
             parameters = list(trainable(encoder).values())
             _average(parameters, len(losses))
             if probe:
@@ -318,6 +324,15 @@ def _watching(
 
 def _ignore(embeddings: Embeddings, rows: slice) -> None:
     """Nobody watches the replay."""
+
+
+def _say_untouched(encoder: DualEncoder, step: int, say: Callable[[str], None]) -> None:
+    """Names the parameters that train by the settings, yet have no gradient at all (None, not zero) after a backward: the loss does
+    not reach them, as with a wrongly checkpointed tower, and they would silently stay where they are."""
+    names = [name for name, parameter in trainable(encoder).items() if parameter.grad is None]
+    if names:
+        what = f"{len(names)} trainable parameters have no gradient after step {step}, the loss does not reach them"
+        say(f"note: {what}: {', '.join(names)}")
 
 
 def _average(parameters: Sequence[torch.nn.Parameter], count: int) -> None:

@@ -25,7 +25,8 @@ def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, 
         f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
         f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch; "
         f"peak rate {settings.lr:g} after {settings.warmup} steps of warm-up, then a cosine\n"
-        f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens, "
+        f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens "
+        f"(and {facts['truncated_validation_captions']} of validation), "
         f"{facts['repeated_captions']} repeat another word for word"
     )
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradscope.data.identity import items, save_items
+import numpy as np
+
+from gradscope.data.identity import ItemTable, items, load_items, save_items
 from gradscope.data.source import DataSource, held_out, open_data
 from gradscope.data.usable import Usable, usable
 from gradscope.recipe import Data, Recipe
+from gradscope.run_checkpoints import stored_training_items
 from gradscope.types import Record
 
 VALIDATION = "val"
@@ -34,9 +40,14 @@ class TrainingData:
             "split": self.split,
             "train_sha256": self.source.fingerprint(self.split),
             "records": len(self.train),
+            "used_sha256": self._used(),
             "notes": list(self.notes),
         }
         return {"data": data, "validation": {"records": len(self.validation), "held_out_of_train": self.held_out}}
+
+    def _used(self) -> str:
+        """sha256 over the ids that the policies left, in order: the shuffle and the validation depend on them."""
+        return hashlib.sha256(json.dumps([[r.id for r in part] for part in (self.train, self.validation)]).encode()).hexdigest()
 
 
 def training_data(recipe: Recipe) -> TrainingData:
@@ -63,9 +74,14 @@ def training_data(recipe: Recipe) -> TrainingData:
     )
 
 
-def keep_items(data: TrainingData, folder: Path) -> None:
+def keep_items(data: TrainingData, folder: Path, start: str, say: Callable[[str], None]) -> None:
     """Writes what identifies the training records to ``folder``/train_items.npz, once a run, so that a later evaluation can count
-    those among its own. Reads up to 128 KiB of each picture."""
+    those among its own. Reads up to 128 KiB of each picture.
+
+    Args:
+        start: the encoder that is fine-tuned; where it is a run, what that run was trained on counts too.
+        say: receives a line on those.
+    """
     from gradscope.console import progress
 
     path = folder / "train_items.npz"
@@ -73,10 +89,30 @@ def keep_items(data: TrainingData, folder: Path) -> None:
         return
     with progress("noting what is trained on") as advance:
         table = items(data.train, source=data.source.name, advance=advance)
+    earlier = stored_training_items(start)
+    if earlier:
+        before = load_items(earlier)
+        table = _joined(table, before)
+        say(f"note: {len(before)} items that '{start}' was trained on count as training items of this run too")
     folder.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     save_items(partial, table)
     partial.replace(path)
+
+
+def _joined(table: ItemTable, before: ItemTable) -> ItemTable:
+    """Both tables under the first one's name. An id means something in its own data set only: where ``before`` is of another, its
+    ids are blanked, and its items are known by file, content and caption."""
+    ids = before.ids if before.source == table.source else np.zeros_like(before.ids)
+    return dataclasses.replace(
+        table,
+        ids=np.concatenate([table.ids, ids]),
+        names=np.concatenate([table.names, before.names]),
+        sizes=np.concatenate([table.sizes, before.sizes]),
+        digests=np.concatenate([table.digests, before.digests]),
+        captions=np.concatenate([table.captions, before.captions]),
+        caption_rows=np.concatenate([table.caption_rows, before.caption_rows + len(table)]),
+    )
 
 
 def _usable(records: Sequence[Record], settings: Data, workers: int) -> Usable:

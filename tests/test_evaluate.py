@@ -22,6 +22,7 @@ from gradscope.evaluate import embed_records, evaluate
 from gradscope.evaluation_file import retrieval_table, write_evaluation, write_hits
 from gradscope.probe_checkpoints import probe_checkpoints
 from gradscope.quantities import quantities
+from gradscope.recipe import Data
 from gradscope.runlog import Run, comparable
 from gradscope.start_widths import start_widths
 from gradscope.types import Record
@@ -184,8 +185,21 @@ def probed(small_encoder, make_encoder, scenes_folder, tmp_path_factory) -> list
     output = tmp_path_factory.mktemp("probe")
     shutil.copytree(small_encoder, output / "same")
     names[2] = str(output / "same")
-    settings = {"data": str(scenes_folder), "split": "val", "width": 8, "batches": 3, "gamma": 0.25, "seed": 3, "device": "cpu"}
-    return probe_checkpoints(names, **settings, output=output / "out")
+    settings = {"split": "val", "width": 8, "batches": 3, "gamma": 0.25, "seed": 3, "device": "cpu"}
+    return probe_checkpoints(names, data=Data(name=str(scenes_folder)), **settings, output=output / "out")
+
+
+def test_probing_keeps_and_states_the_settings_of_its_data(small_encoder, scenes_folder, tmp_path):
+    """The strict policy on captions holds, and the run says what it read."""
+    settings = {"split": "val", "width": 8, "batches": 1, "gamma": 0.25, "seed": 3, "device": "cpu", "output": tmp_path / "out"}
+    data = Data(name=str(scenes_folder), decode="exact")
+    (path,) = probe_checkpoints([str(small_encoder)], data=data, **settings)
+    run = Run(path)
+    assert (run.recipe["data"]["decode"], run.recipe["data"]["train_split"]) == ("exact", "val")
+    assert run.provenance["truncated_captions"] == 0
+    assert run.provenance["data"]["records"] == len(open_data(str(scenes_folder)).records("val"))
+    with pytest.raises(ValueError, match="setting of data set"):
+        probe_checkpoints([str(small_encoder)], data=Data(name="scenes", caption="long"), **settings)
 
 
 def test_each_checkpoint_has_the_full_reading_set(probed):

@@ -144,7 +144,8 @@ def test_every_flag_names_a_setting():
 
 
 def test_values_of_set():
-    cases = {"1e-5": 1e-5, ".5": 0.5, "8": 8, "true": True, "live": "live", '"a b"': "a b", "runs/a.b": "runs/a.b", "nan": math.nan}
+    cases = {"1e-5": 1e-5, ".5": 0.5, "8": 8, "true": True, "live": "live", '"a b"': "a b", "runs/a.b": "runs/a.b", "nan": math.nan,
+             "../b": "../b", "./c": "./c"}  # fmt: skip
     for text, value in cases.items():
         found = parse_value(text)
         assert found == value or (math.isnan(value) and math.isnan(found))

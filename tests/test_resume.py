@@ -273,6 +273,17 @@ def test_other_data_are_refused(settings, tmp_path, scenes_folder):
         train(recipe, tmp_path / "run", resume=True, quiet=True)
 
 
+def test_other_usable_pictures_are_refused(settings, tmp_path, scenes_folder):
+    """The file is the same, but a picture that training used is gone: the shuffle would be another."""
+    shutil.copytree(scenes_folder, tmp_path / "data")
+    recipe = resolve({}, {**settings, "data.name": str(tmp_path / "data"), "data.allow_missing": True, "train.max_steps": 6})
+    train_until(recipe, tmp_path / "run", 3)
+    first = json.loads((tmp_path / "data" / "train.jsonl").read_text().splitlines()[0])
+    (tmp_path / "data" / first["image"]).unlink()
+    with pytest.raises(ValueError, match=r"\d+ records of '.*' were usable and now \d+ are"):
+        train(recipe, tmp_path / "run", resume=True, quiet=True)
+
+
 def test_resume_of_what_is_no_run(settings, tmp_path):
     with pytest.raises(ValueError, match="is not a run directory"):
         train(resolve({}, settings), tmp_path / "nothing", resume=True, quiet=True)

@@ -120,6 +120,21 @@ def test_a_finished_run_of_another_recipe_is_not_taken_for_this_one(tables, tmp_
         sweep(arms(tables, ["objective.gamma=.5"], 1, tmp_path), "test")
 
 
+def test_a_split_that_is_not_there_is_refused_before_anything_trains(tables, tmp_path):
+    grid = arms(tables, ["objective.gamma=0,.5"], 1, tmp_path)
+    with pytest.raises(ValueError, match=r"has no split 'tests'; it has .*test"):
+        sweep(grid, "tests")
+    assert not any(tmp_path.iterdir())
+
+
+def test_paths_as_values_make_one_folder_an_arm(tables, tmp_path):
+    grid = arms(tables, ["encoder.name=runs/a,../b"], 1, tmp_path)
+    assert [arm.path for arm in grid] == [tmp_path / "name=runs-a,seed=7", tmp_path / "name=..-b,seed=7"]
+    assert [arm.recipe.encoder.name for arm in grid] == ["runs/a", "../b"]
+    with pytest.raises(ValueError, match="two arms one folder"):
+        arms(tables, ["encoder.name=runs/a,runs-a"], 1, tmp_path)
+
+
 def test_progress_is_told(tables, tmp_path, monkeypatch):
     from gradscope import sweep as module
 

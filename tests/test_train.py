@@ -443,6 +443,74 @@ def test_captions_that_do_not_fit_are_refused_if_asked(recipe, tmp_path, scenes_
     assert not (tmp_path / "run").exists()
 
 
+def test_captions_of_validation_that_do_not_fit_are_refused_too(recipe, tmp_path, scenes_folder):
+    shutil.copytree(scenes_folder, tmp_path / "data")
+    file = tmp_path / "data" / "val.jsonl"
+    first, *rest = map(json.loads, file.read_text().splitlines())
+    key = next(key for key in ("captions", "caption") if key in first)
+    long = "a red circle " * 200
+    first[key] = [long] if isinstance(first[key], list) else long
+    file.write_text("".join(json.dumps(row) + "\n" for row in (first, *rest)))
+    wanted = {"data.name": str(tmp_path / "data"), "train.max_steps": 1}
+    with pytest.raises(ValueError, match=r"1 of \d+ captions have more than \d+ tokens: "):
+        train(recipe({**wanted, "data.on_too_long": "error"}), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+    train(recipe(wanted), tmp_path / "run", quiet=True)
+    assert Run(tmp_path / "run").provenance["truncated_validation_captions"] == 1
+
+
+@pytest.mark.parametrize("mode", ["narrow", "cached"])
+def test_parameters_that_the_loss_does_not_reach_are_named(recipe, tmp_path, monkeypatch, mode):
+    """None, as opposed to zero and to frozen; once, after the first step. A run whose parameters are all reached says nothing."""
+    from gradscope import train as module
+
+    def load(*args, **settings):
+        encoder = load_encoder(*args, **settings)
+        encoder.model.visual.forgotten = nn.Parameter(torch.ones(3))
+        encoder.model.visual.asleep = nn.Parameter(torch.ones(3), requires_grad=False)
+        return encoder
+
+    changes = {"train.accumulate": 2, "train.accumulate_mode": mode, "train.max_steps": 2}
+    train(recipe({**changes, "encoder.freeze": "text"}), tmp_path / "whole", quiet=True)
+    assert "no gradient" not in (tmp_path / "whole" / "console.log").read_text()
+    monkeypatch.setattr(module, "load_encoder", load)
+    train(recipe(changes), tmp_path / "run", quiet=True)
+    said = [line for line in (tmp_path / "run" / "console.log").read_text().splitlines() if "no gradient" in line]
+    assert len(said) == 1
+    assert "1 trainable parameters have no gradient after step 1" in said[0]
+    assert said[0].endswith(": model.visual.forgotten")
+
+
+def test_what_the_run_before_was_trained_on_counts_too(recipe, tmp_path, scenes_folder):
+    """Two runs, one from the other, on different halves: an evaluation of the second on either half finds it whole."""
+    from gradscope.data.identity import load_items
+    from gradscope.gallery import read_gallery, seen_in_training
+    from gradscope.recipe import Data
+    from gradscope.run_checkpoints import stored_training_items
+
+    rows = [json.loads(line) for line in (scenes_folder / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "image": str(scenes_folder / row["image"])} for row in rows]
+    for name, part in (("one", rows[::2]), ("two", rows[1::2])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    common = {"train.max_steps": 1, "data.val_share": 0.1}
+    train(recipe({**common, "data.name": str(tmp_path / "one")}), tmp_path / "first", quiet=True)
+    again = recipe({**common, "data.name": str(tmp_path / "two"), "encoder.name": str(tmp_path / "first")})
+    train(again, tmp_path / "second", quiet=True)
+    counts = {}
+    for run in ("first", "second"):
+        stored = stored_training_items(str(tmp_path / run / "checkpoints" / "step-000001"))
+        assert stored == tmp_path / run / "arrays" / "train_items.npz"
+        table = load_items(stored)
+        assert len(table.captions) == len(table.caption_rows)
+        for name in ("one", "two"):
+            seen = seen_in_training(read_gallery(Data(name=str(tmp_path / name)), "train"), table)
+            counts[run, name] = int(seen.by_content.sum())
+    assert counts["first", "one"] == counts["second", "one"] == Run(tmp_path / "first").provenance["data"]["records"]
+    assert counts["second", "two"] == Run(tmp_path / "second").provenance["data"]["records"]
+    assert "count as training items of this run too" in (tmp_path / "second" / "console.log").read_text()
+
+
 def test_a_fixed_scale_stays_and_a_learned_one_moves(recipe, tmp_path, small_encoder):
     start = load_file(small_encoder / "open_clip_model.safetensors")["logit_scale"]
     for scale in ("learn", "fixed"):

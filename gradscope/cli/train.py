@@ -22,6 +22,7 @@ KEYS = {
     "decode": "data.decode",
     "on_too_long": "data.on_too_long",
     "encoder": "encoder.name",
+    "trust_archive": "encoder.trust_archive",
     "freeze": "encoder.freeze",
     "grad_checkpointing": "encoder.checkpoint_activations",
     "framework": "objective.framework",
@@ -64,6 +65,9 @@ def train(
     on_too_long: Annotated[str | None, typer.Option(help="truncate or error. (default: truncate)")] = None,
     encoder: Annotated[
         str | None, typer.Option(help="tiny, a run, a folder, longclip-L, an open_clip NAME:TAG or a weights file. (default: tiny)")
+    ] = None,
+    trust_archive: Annotated[
+        bool | None, typer.Option("--trust-archive", help="Open a TorchScript archive whose checksum is not known to be OpenAI's.")
     ] = None,
     freeze: Annotated[str | None, typer.Option(help="image, text or all-but-last-N; may be joined with commas.")] = None,
     grad_checkpointing: Annotated[
