@@ -32,7 +32,7 @@ class Data:
     """What to read, and what to do with what does not fit.
 
     ``name`` is a registered data set or a path; ``val_share`` of ``train_split`` is held out by image id where there is no split
-    "val". The settings in SETTINGS belong to some data sets only; "" leaves each at the data set's own default.
+    "val" beside it. The settings in SETTINGS belong to some data sets only; "" leaves each at the data set's own default.
     """
 
     name: str = "scenes"

@@ -51,7 +51,8 @@ class TrainingData:
 
 
 def training_data(recipe: Recipe) -> TrainingData:
-    """Reads the training split and the split "val", or holds out ``val_share`` of train by image id.
+    """Reads the training split and the split "val", or holds out ``val_share`` of train by image id: where there is no split "val",
+    and where it is trained on ("train+val").
 
     Raises:
         ValueError: no such data or split, or pictures that are missing or bad where the recipe does not allow for it.
@@ -62,16 +63,15 @@ def training_data(recipe: Recipe) -> TrainingData:
     found = source.read(split)
     kept = _usable(found.records, settings, recipe.train.workers)
     notes = [*found.notes, *kept.notes]
-    if VALIDATION in source.splits():
+    own = VALIDATION in source.splits() and VALIDATION not in split.split("+")
+    if own:
         validation = source.read(VALIDATION)
         kept_validation = _usable(validation.records, settings, recipe.train.workers)
         notes += [f"validation: {note}" for note in (*validation.notes, *kept_validation.notes)]
         parts: tuple[Sequence[Record], Sequence[Record]] = kept.records, kept_validation.records
     else:
         parts = held_out(kept.records, settings.val_share, recipe.train.seed)
-    return TrainingData(
-        source=source, split=split, train=parts[0], validation=parts[1], held_out=VALIDATION not in source.splits(), notes=tuple(notes)
-    )
+    return TrainingData(source=source, split=split, train=parts[0], validation=parts[1], held_out=not own, notes=tuple(notes))
 
 
 def keep_items(data: TrainingData, folder: Path, start: str, say: Callable[[str], None]) -> None:

@@ -591,6 +591,20 @@ def test_validation_is_held_out_by_image_id(recipe, tmp_path, scenes_folder):
     assert {r.id for r in held_out(records, 0.2, 43)[1]} != {r.id for r in held}
 
 
+def test_what_is_trained_on_is_never_validated_on(recipe, tmp_path, scenes_folder):
+    """With train and val joined for training, validation is held out of both."""
+    from gradscope.training_data import training_data
+
+    found = training_data(recipe({"data.train_split": "train+val"}))
+    source = open_data(str(scenes_folder))
+    everything = {r.id for r in source.records("train+val")}
+    trained, tested = {r.id for r in found.train}, {r.id for r in found.validation}
+    assert found.held_out
+    assert trained | tested == everything
+    assert tested
+    assert not trained & tested
+
+
 def test_a_validation_split_is_used_whole(recipe, tmp_path):
     train(recipe({"train.max_steps": 2}), tmp_path / "run", quiet=True)
     run = Run(tmp_path / "run")
