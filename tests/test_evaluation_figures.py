@@ -55,6 +55,21 @@ def test_round_sizes_are_marked(content: dict[str, Any]) -> None:
     assert drawing.axes[0].get_xticks().tolist() == [10, 20, 50, 100]
 
 
+def test_the_legend_is_below_the_panels_and_one_hundred_percent_is_inside(content: dict[str, Any]) -> None:
+    content = copy.deepcopy(content)
+    for point in content["gallery_curve"]:
+        point["value"] = point["low"] = point["high"] = 1.0
+    drawing, _ = figures["gallery"]([content])
+    drawing.draw_without_rendering()
+    (legend,) = drawing.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["docci test, hn"]
+    for axes in drawing.axes:
+        assert axes.get_legend() is None
+        assert legend.get_window_extent().y1 < axes.xaxis.get_tightbbox().y0
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] > 100
+
+
 def test_other_files_are_refused(content: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one evaluation"):
         figures["hardness"]([])

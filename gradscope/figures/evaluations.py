@@ -42,7 +42,7 @@ def series(content: Mapping[str, Any], key: str, label: str) -> Any:
 
 def direction_panels(frame: DataFrame, *, x: str, width: float) -> Figure:
     """R@1 in percent over ``x``, a line per evaluation; call it inside ``paper_style()``."""
-    figure = new_figure(width, 2.3)
+    figure = new_figure(width, 2.5)
     panels = figure.subplots(1, 2, sharey=True)
     colours = data_colours(list(frame["evaluation"].unique()))
     for axes, (direction, title) in zip(panels, PANELS.items(), strict=True):
@@ -55,6 +55,8 @@ def direction_panels(frame: DataFrame, *, x: str, width: float) -> Figure:
         axes.set_title(title, loc="left")
         axes.set_xlabel(x)
     panels[0].set_ylabel("R@1 (%)")
-    panels[0].set_ylim(bottom=0)
-    panels[1].legend(loc="best")
+    highest = 100 * float(frame[["value", "high"]].max(axis=None))
+    panels[0].set_ylim(0, 103 if highest > 50 else None)  # 103: a marker at 100 is not cut
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 3))  # below: no curve can run under it
     return figure
