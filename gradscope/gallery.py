@@ -5,10 +5,12 @@ How it can mislead: leaving records out makes the gallery smaller and the number
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradscope.data.identity import ItemTable, items, load_items
+from gradscope.data.check import find_duplicates
+from gradscope.data.identity import ItemTable, file_size, items, load_items
 from gradscope.data.overlap import Overlap, overlap
 from gradscope.data.source import DataSource, open_data
 from gradscope.data.usable import usable
@@ -50,8 +52,22 @@ def read_gallery(data: Data, split: str | None, *, workers: int = 0, advance: Ad
         expected=kept.expected,
         missing=len(kept.missing),
         bad=len(kept.bad),
-        notes=(*found.notes, *kept.notes),
+        notes=(*found.notes, *kept.notes, *repeats(kept.records)),
     )
+
+
+def repeats(records: Sequence[Record]) -> list[str]:
+    """Notes on records that repeat the picture (byte by byte, as far as "ends" looks) or a caption of an earlier one: a right answer
+    is then called wrong. Only files whose size occurs twice are read."""
+    sizes = Counter(file_size(record.image) for record in records)
+    table = items(records, source="", among={size for size, count in sizes.items() if count > 1})
+    found = find_duplicates(records, table).surplus()
+    words = {"content": "picture", "caption_normalised": "caption"}
+    return [
+        f"{found[kind]:,} of {len(records):,} records repeat the {word} of an earlier one; each counts as a wrong answer for the other"
+        for kind, word in words.items()
+        if found[kind]
+    ]
 
 
 def protocol_of(encoder: str, gallery: Gallery, embedded: Embedded) -> Protocol:

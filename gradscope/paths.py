@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -25,3 +26,18 @@ def data_folders(given: Path | None = None) -> list[Path]:
 def search(name: str, given: Path | None = None) -> Path | None:
     """The first file or folder called ``name`` in ``data_folders``, or None."""
     return next((folder / name for folder in data_folders(given) if (folder / name).exists()), None)
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raises ValueError if a file cannot be written there: before the work, not after it. Makes the folders."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"'{path}' is a folder; give the name of a file in it")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ValueError(f"'{path}' cannot be written ({error.strerror}); give another name or folder") from error

@@ -323,7 +323,7 @@ def test_wrong_settings_are_one_sentence(cli, small, small_encoder, tmp_path) ->
     wrong = {
         ("--checkpoint", "best"): "needs a run directory",
         ("--checkpoint", "first"): "unknown value of --checkpoint 'first'",
-        ("--decode", "slow"): "unknown value of data.decode 'slow'",
+        ("--decode", "slow"): "decode 'slow'",
         ("--split", "val"): "no split 'val'",
         ("--trained-on", "nothing"): "nothing",
         ("--trained-on", "no.npz"): "does not exist",
@@ -369,3 +369,34 @@ def test_twice_the_same_with_dropout_and_batch_norm(small_encoder, scenes_folder
     records = open_data(str(scenes_folder)).records("test")
     (one, _), (two, _) = (evaluate(encoder, records, resamples=20) for _ in range(2))
     assert one.dicts() == two.dicts()
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(cli, small, small_encoder, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    evaluation = ("eval", small_encoder, "--data", small, *COMMON)
+    for flag in ("--output", "--per-query", "--save-embeddings"):
+        for name, reason in (("file/x.safetensors", "cannot be written"), ("folder", "is a folder")):
+            code, out, error = cli(*evaluation, flag, name)
+            assert code != 0
+            assert reason in error, (flag, error)
+            assert not out
+    code, _, error = cli(*evaluation, "--save-embeddings", "new/x.bin")
+    assert "ends in .safetensors" in error
+    assert "cannot be written" in cli("compare", small_encoder, small_encoder, "--data", small, "--output", "file/x.json", *COMMON)[2]
+    assert "is a folder" in cli("data", "check", small, "--output", "folder")[2]
+    assert sorted(p.name for p in (tmp_path / "folder").iterdir()) == []
+
+
+def test_copies_and_equal_captions_are_said_beside_the_numbers(cli, tmp_path, small_encoder, scenes_folder) -> None:
+    pictures = sorted((scenes_folder / json.loads(line)["image"]) for line in (scenes_folder / "test.jsonl").read_text().splitlines())
+    rows = []
+    for number, (which, caption) in enumerate([(0, "one"), (0, "two"), (1, "three"), (2, "Four"), (0, "five"), (3, "four")]):
+        shutil.copy(pictures[which], tmp_path / f"{number}.png")
+        rows.append({"image": f"{number}.png", "caption": caption})
+    (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, error = cli("eval", small_encoder, "--data", "list.jsonl", "--output", "r.json", *COMMON)
+    assert code == 0, error
+    assert "2 of 6 records repeat the picture of an earlier one" in " ".join(out.split())
+    notes = json.loads((tmp_path / "r.json").read_text())["protocol"]["notes"]
+    assert any("1 of 6 records repeat the caption of an earlier one" in note for note in notes)

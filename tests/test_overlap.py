@@ -119,10 +119,10 @@ def test_only_files_of_the_sizes_asked_for_are_read(tmp_path):
 
 def test_a_table_comes_back_from_disk(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"x")
-    table = items([record("é", tmp_path / "a.jpg", "one", "two"), record("2", None, "")], source="mine")
+    table = items([record("é", tmp_path / "a.jpg", "one", "two"), record("2", None, "")], source="docci")
     save_items(tmp_path / "items.npz", table)
     back = load_items(tmp_path / "items.npz")
-    assert (back.source, back.contents, len(back)) == ("mine", "ends", 2)
+    assert (back.source, back.contents, len(back)) == ("docci", "ends", 2)
     for name in ("ids", "names", "sizes", "digests", "captions", "caption_rows"):
         np.testing.assert_array_equal(getattr(back, name), getattr(table, name))
     assert back.caption_rows.tolist() == [0, 0]
@@ -204,3 +204,20 @@ def test_long_dci_in_small(tmp_path):
     np.testing.assert_array_equal(found.any, seen)
     assert found.counts() == {"id": 0, "file": 545, "content": 545, "caption": 0, "any": 545, "name_only": 1}
     assert "1 more share a file name only" in found.sentence()
+
+
+def test_a_path_is_one_source_however_it_is_written(tmp_path, monkeypatch) -> None:
+    """Relative in one folder and the same words in another are two data sets; relative and absolute to one place are one."""
+    record = Record(id="1", image=None, captions=("x",))
+    other = Record(id="1", image=None, captions=("y",))
+    places = [tmp_path / name for name in ("a", "b")]
+    for place in places:
+        place.mkdir()
+        (place / "list.jsonl").touch()
+    monkeypatch.chdir(places[0])
+    trained = items([record], source="list.jsonl")
+    assert overlap(items([other], source=str(places[0] / "list.jsonl")), trained).by_id.all()
+    assert overlap(items([other], source="../a/./list.jsonl"), trained).by_id.all()
+    monkeypatch.chdir(places[1])
+    assert not overlap(items([other], source="list.jsonl"), trained).any.any()
+    assert items([record], source="dci").source == "dci"

@@ -436,3 +436,14 @@ def test_unclear_and_empty_places_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, "is two data sets: train.csv, and 1 pictures with a .txt")
     with pytest.raises(ValueError, match=r"setting of data set .*image_keys.*Did you mean 'image_key'"):
         open_data(str(tmp_path), image_keys="x")
+
+
+def test_file_names_that_are_not_utf8_are_refused_by_name(tmp_path: Path) -> None:
+    for name, content in ((b"\xff.jpg", b""), (b"\xff.txt", b"a caption")):
+        (tmp_path / os.fsdecode(name)).write_bytes(content)
+    refused(tmp_path, "the name of a file is not UTF-8", "xff", "rename it")
+
+
+def test_spaces_and_capitals_in_a_header(tmp_path: Path) -> None:
+    found = read(write(tmp_path / "a.csv", "File Path , Long  Caption\nx.jpg,one\n"))
+    assert [(Path(r.image).name, r.captions) for r in found.records] == [("x.jpg", ("one",))]

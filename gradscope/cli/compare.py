@@ -65,11 +65,13 @@ def compare(
     from gradscope.encoders.load import resolve_device
     from gradscope.evaluation_file import comparison_content, comparison_table, flip_lines, write_json
     from gradscope.gallery import protocol_of, read_gallery
+    from gradscope.paths import check_writable
 
     settings = data_settings(
         data, data_dir=data_dir, image_key=image_key, caption_key=caption_key, image_root=image_root, encoding=encoding,
         caption=caption, allow_missing=allow_missing, on_bad_image=on_bad_image, decode=decode, on_too_long=on_too_long,
     )  # fmt: skip
+    check_writable(output)
     place = resolve_device(device)
     gallery = None
     if is_embeddings_file(a) and is_embeddings_file(b):

@@ -56,7 +56,9 @@ def check(
     from gradscope.console import console, progress
     from gradscope.data.check_sets import check_data, read_piece
     from gradscope.data.source import open_data
+    from gradscope.paths import check_writable
 
+    check_writable(output)
     _refuse_idle_folder(data_dir, [data, *(against or [])])
     settings = {
         "image_key": image_key, "caption_key": caption_key, "image_root": image_root, "encoding": encoding, "caption": caption,
@@ -81,7 +83,6 @@ def check(
     else:
         _print(report, tokens_of)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n", encoding="utf-8")
         console.print(f"wrote {output}", soft_wrap=True)
     if report.findings():

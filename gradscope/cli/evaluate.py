@@ -81,12 +81,16 @@ def evaluate(
 
     Example: gradscope eval runs/demo/hn --data scenes --split test
     """
-    from gradscope.embeddings_file import is_embeddings_file
+    from gradscope.embeddings_file import SUFFIX, is_embeddings_file
+    from gradscope.paths import check_writable
 
     settings = data_settings(
         data, data_dir=data_dir, image_key=image_key, caption_key=caption_key, image_root=image_root, encoding=encoding,
         caption=caption, allow_missing=allow_missing, on_bad_image=on_bad_image, decode=decode, on_too_long=on_too_long,
     )  # fmt: skip
+    check_writable(save_embeddings, per_query, output)
+    if save_embeddings and save_embeddings.suffix != SUFFIX:
+        raise ValueError(f"--save-embeddings needs a name that ends in {SUFFIX}; got '{save_embeddings}'")
     if is_embeddings_file(encoder):
         meaningless = {
             "--data": data, "--split": split, "--trained-on": trained_on, "--save-embeddings": save_embeddings,

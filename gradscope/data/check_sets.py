@@ -10,12 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gradscope.data import data_sets
 from gradscope.data.check import Checked, Progress, Tokenize, check_records
 from gradscope.data.identity import ItemTable, file_size, items
 from gradscope.data.overlap import LEVELS, overlap
@@ -84,8 +82,7 @@ def read_piece(source: DataSource, split: str, label: str = "") -> Piece:
         published = source.expected.get(part)
         if published is not None and published != len(found):
             notes.append(f"split '{part}' has {len(found):,} records, published are {published:,}")
-    where = source.name if source.name in data_sets else str(Path(source.name).expanduser().resolve())
-    return Piece(source=where, label=label or split, split=split, records=tuple(records), notes=tuple(notes))
+    return Piece(source=source.name, label=label or split, split=split, records=tuple(records), notes=tuple(notes))
 
 
 def check_data(

@@ -1,6 +1,6 @@
 """Which keys (or columns) of one's own file hold what: captions, picture, id, split, regions. Guessed unless named, and always shown.
 
-Keys match without regard to case and outer spaces. Of the usual names below the first that is there is taken.
+Keys match without regard to case and outer spaces; "File Path" is file_path. Of the usual names below the first that is there is taken.
 How it can mislead: a file with both "caption" and "long_caption" is read by "caption"; the note names the others.
 """
 
@@ -49,7 +49,7 @@ Item = tuple[str, object]
 @lru_cache(maxsize=1024)
 def folded(key: object) -> str:
     """How keys are compared."""
-    return str(key).strip().casefold()
+    return "_".join(str(key).casefold().split())
 
 
 @dataclass(frozen=True, kw_only=True)

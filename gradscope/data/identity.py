@@ -30,6 +30,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscope.data import data_sets
 from gradscope.types import Record
 
 Contents = Literal["none", "ends", "whole"]
@@ -111,6 +112,11 @@ def file_digest(path: str, contents: Contents) -> bytes:
     return digest.digest()
 
 
+def origin(name: str) -> str:
+    """What a data set is called in tables: a registered name, or where a path leads, however it was written."""
+    return name if name in data_sets else str(Path(name).expanduser().resolve())
+
+
 def items(
     records: Sequence[Record],
     *,
@@ -145,7 +151,7 @@ def items(
                 advance(len(seen), len(records))
     captions = [(row, text_digest(text)) for row, record in enumerate(records) for text in _texts(record)]
     return ItemTable(
-        source=source,
+        source=origin(source),
         contents=contents,
         ids=_rows(text_digest(record.id) for record in records),
         names=_rows(ABSENT if record.image is None else text_digest(base_name(record.image)) for record in records),

@@ -192,6 +192,11 @@ def _leads_somewhere(path: str) -> bool:
 def refuse_missing(records: Sequence[Record]) -> None:
     """Raises ValueError with the number of pictures that are not on disk, and the first ten, before anything is computed."""
     missing = missing_pictures(records)
+    if missing and all(record.image is None for record in records):
+        raise ValueError(
+            f"none of {len(records)} records names a picture; name the key or column of the pictures' paths with --image-key, "
+            "or give data with pictures"
+        )
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(records)} pictures do not exist: {names(missing)}; "

@@ -49,7 +49,8 @@ class Pairs:
 
 
 def find_pairs(folder: Path) -> Pairs:
-    """Every pair below a folder, hidden files and folders left aside. Raises ValueError if one text has two pictures."""
+    """Every pair below a folder, hidden files and folders left aside. Raises ValueError if one text has two pictures, or a
+    name is not UTF-8."""
     pictures: dict[Path, Path] = {}
     texts: dict[Path, Path] = {}
     seen: set[str] = set()  # a link to a folder above would be walked for ever
@@ -58,6 +59,8 @@ def find_pairs(folder: Path) -> Pairs:
         folders[:] = sorted(n for n in folders if not n.startswith(".") and os.path.realpath(Path(place, n)) not in seen)
         for path in (Path(place, name) for name in sorted(files) if not name.startswith(".")):
             stem = path.with_suffix("")
+            if path.suffix.lower() in (".txt", *PICTURES):
+                _refuse_raw_name(path)
             if path.suffix.lower() == ".txt":
                 texts[stem] = path
             elif path.suffix.lower() in PICTURES:
@@ -72,6 +75,14 @@ def find_pairs(folder: Path) -> Pairs:
         lone_pictures=sorted(picture for stem, picture in pictures.items() if stem not in texts),
         lone_texts=sorted(text for stem, text in texts.items() if stem not in pictures),
     )
+
+
+def _refuse_raw_name(path: Path) -> None:
+    """Ids go into JSON and CSV files, which are UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the name of a file is not UTF-8: {os.fsencode(path)!r}; rename it") from None
 
 
 def pair_names(groups: Sequence[Pairs], root: Path) -> dict[str, str]:
