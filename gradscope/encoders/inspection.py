@@ -6,6 +6,7 @@ what is badly trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ def check_encoder(loaded: Loaded) -> list[Finding]:
     return [
         _keys(loaded),
         _finite_weights(encoder),
+        _scale(encoder),
         *(finding for tower, embedded in rows.items() for finding in _rows(tower, embedded)),
         _end_of_text(encoder),
     ]
@@ -89,7 +91,7 @@ def keys_of(report: Report) -> Iterator[tuple[str, str]]:
     for became, keys in {
         "missing": report.missing,
         "left over": report.unexpected,
-        "of another shape": report.reshaped,
+        "of another shape or kind": report.reshaped,
         "no weights, left out": report.left_out,
     }.items():
         yield from ((became, key) for key in keys)
@@ -182,6 +184,11 @@ def _finite_weights(encoder: DualEncoder) -> Finding:
     bad = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
     said = f"{len(bad)} of {len(state)} tensors are not finite: {', '.join(bad[:5])}" if bad else f"{len(state)} tensors, all finite"
     return Finding(name="weights", good=not bad, detail=said)
+
+
+def _scale(encoder: DualEncoder) -> Finding:
+    scale = float(encoder.scale().detach())
+    return Finding(name="scale", good=math.isfinite(scale) and scale > 0, detail=f"{scale:.4g} (CLIP's is at most 100)")
 
 
 def _rows(tower: str, embedded: Tensor) -> list[Finding]:

@@ -42,6 +42,19 @@ _INSIDE = ("state_dict", "model_state_dict", "model")
 _HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104, 1792: 112}
 
 
+#: Dimensions of the tensors that `infer_config` reads the architecture from.
+_DIMENSIONS = {
+    "token_embedding.weight": 2,
+    "positional_embedding": 2,
+    "text_projection": 2,
+    "visual.conv1.weight": 4,
+    "visual.positional_embedding": 2,
+    "visual.transformer.resblocks.0.mlp.c_fc.weight": 2,
+    "visual.layer1.0.conv1.weight": 4,
+    "visual.attnpool.positional_embedding": 2,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """``state`` has open_clip's names in fp32; ``left_out`` are the keys that hold no weights; ``stored`` counts tensors by dtype."""
@@ -55,7 +68,7 @@ class Layout:
     def context(self) -> int | None:
         """Rows of the text position table; None if there is none of the usual name."""
         table = self.state.get("positional_embedding", self.state.get("text.positional_embedding"))
-        return None if table is None else table.shape[0]
+        return None if table is None or table.ndim == 0 else table.shape[0]
 
     @property
     def quick_gelu(self) -> bool | None:
@@ -77,7 +90,7 @@ class Report:
     matched: int
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    reshaped: tuple[str, ...]  # "name: stored [a, b], model [c, d]"
+    reshaped: tuple[str, ...]  # "name: stored [a, b], model [c, d]", or "name: stored as int8, ..." (quantised, complex)
     left_out: tuple[str, ...]
     stored: Mapping[str, int]
 
@@ -88,7 +101,7 @@ class Report:
     def __str__(self) -> str:
         if not self.matched:
             return f"layout {self.layout}: not one key matched; the file begins with {_some(self.unexpected)}"
-        wrong = {"missing": self.missing, "left over": self.unexpected, "of another shape": self.reshaped}
+        wrong = {"missing": self.missing, "left over": self.unexpected, "of another shape or kind": self.reshaped}
         said = [f"{len(keys)} {word}: {_some(keys)}" for word, keys in wrong.items() if keys]
         return f"layout {self.layout}: {self.matched} keys matched" + "".join(f"; {part}" for part in said)
 
@@ -151,6 +164,7 @@ def infer_config(layout: Layout, source: str) -> dict[str, Any]:
     """
     state = layout.state
     advice = f"name the architecture: ARCH:{source}"
+    _check_dimensions(state, source)
     needed = ("token_embedding.weight", "positional_embedding", "text_projection", "ln_final.weight")
     absent = [key for key in needed if key not in state]
     if absent:
@@ -162,6 +176,15 @@ def infer_config(layout: Layout, source: str) -> dict[str, Any]:
     if width % 64:
         raise ValueError(f"the text tower of '{source}' is {width} wide, which no heads of 64 make up; {advice}")
     return {"embed_dim": state["text_projection"].shape[1], "vision_cfg": vision, "text_cfg": text}
+
+
+def _check_dimensions(state: Mapping[str, Tensor], source: str) -> None:
+    """The tensors whose shapes are read must have the usual number of dimensions, none of them empty."""
+    for key, dimensions in _DIMENSIONS.items():
+        if key in state and (state[key].ndim != dimensions or 0 in state[key].shape):
+            raise ValueError(
+                f"'{source}' is not a CLIP: its '{key}' has the shape {list(state[key].shape)}, where {dimensions} dimensions belong"
+            )
 
 
 def fit(model: nn.Module, layout: Layout, source: str) -> Report:
@@ -177,6 +200,10 @@ def fit(model: nn.Module, layout: Layout, source: str) -> Report:
         f"{key}: stored {list(state[key].shape)}, model {list(wanted[key].shape)}"
         for key in shared
         if state[key].shape != wanted[key].shape
+    ) + tuple(
+        f"{key}: stored as {str(state[key].dtype).removeprefix('torch.')}, which holds no plain weights"
+        for key in shared
+        if state[key].shape == wanted[key].shape and wanted[key].is_floating_point() and not state[key].is_floating_point()
     )
     report = Report(
         layout=layout.name,
@@ -205,6 +232,9 @@ def _table(contents: Any, source: str) -> dict[str, Tensor]:
     odd = [str(key) for key, value in contents.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(f"'{source}' is not a state_dict: {_some(tuple(odd))} hold no tensors")
+    nameless = [repr(key) for key in contents if not isinstance(key, str)]
+    if nameless:
+        raise ValueError(f"'{source}' is not a state_dict: {_some(tuple(nameless))} are no names of tensors")
     return dict(contents)
 
 

@@ -31,6 +31,7 @@ from gradscope.console import console
 from gradscope.encoders import archives, huggingface, stretch
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.layouts import KEPT, Layout, Report, fit, infer_config, recognise
+from gradscope.encoders.text import sentence_folder
 from gradscope.encoders.tiny_model import FOLDER as TINY
 from gradscope.encoders.tokenizer import make_tokenizer
 from gradscope.paths import data_folders, search
@@ -38,6 +39,8 @@ from gradscope.runlog import Run, is_run
 
 LONGCLIP = ("longclip-L", "longclip-B")
 _CONFIG = "open_clip_config.json"
+#: Words that open_clip knows in ``preprocess_cfg``; it looks at them only when the first picture comes.
+_PREPROCESSING = {"interpolation": ("bicubic", "bilinear", "random"), "resize_mode": ("shortest", "longest", "squash")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +78,20 @@ def load_encoder(name: str, device: str | torch.device = "cpu", *, trust_archive
 def open_encoder(name: str, device: str | torch.device = "cpu", *, trust_archive: bool = False) -> Loaded:
     """As `load_encoder`, with the report on the weights' keys."""
     device = device if isinstance(device, torch.device) else resolve_device(device)
-    plain, length, frozen = (name, 0, False) if Path(name).exists() else stretch.parse_stretch(name)
+    plain, length, frozen = (name, 0, False) if _exists(name) else stretch.parse_stretch(name)
     loaded = _open(plain, trust_archive)
     encoder = loaded.encoder
     if length:
         _stretch(encoder, length, frozen, name)
     encoder.to(device).eval()
     return loaded
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except OSError as error:  # longer than any path may be, or in a folder that may not be read
+        raise ValueError(f"encoder '{name[:80]}' cannot be looked for: {error.strerror}") from error
 
 
 def _open(name: str, trust_archive: bool) -> Loaded:
@@ -117,6 +127,8 @@ def _find(file: str, name: str) -> Path:
 
 def _encoder_folder(path: Path) -> Path:
     """A run, a checkpoint or a plain folder -> the folder that holds the configuration."""
+    if sentence_folder(str(path)) is not None:
+        raise ValueError(f"'{path}' is a sentence-transformers model: text only, and an image tower is needed here too")
     candidates = [path, path / "encoder"]
     if is_run(path):
         candidates += [checkpoint / "encoder" for checkpoint in reversed(Run(path).checkpoints())]
@@ -191,10 +203,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
         return huggingface.read_config(folder)
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        config["model_cfg"]["text_cfg"]
+        _check_config(config)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"'{file}' is not an open_clip configuration ({error}); restore it from where the weights came") from error
     return config
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where what gradscope reads of it is absent or of another kind."""
+    tables = [config["model_cfg"], config["model_cfg"]["text_cfg"], config["model_cfg"]["vision_cfg"]]
+    if not all(isinstance(table, dict) for table in (*tables, config.get("preprocess_cfg", {}), config.get("gradscope", {}))):
+        raise TypeError("one of its tables is no JSON object")
+    context = config["model_cfg"]["text_cfg"].get("context_length", 77)
+    if not isinstance(context, int) or context < 1:
+        raise ValueError(f"context_length is {context!r}")
 
 
 def _assemble(config: dict[str, Any], layout: Layout, name: str, folder: Path) -> Loaded:
@@ -208,11 +230,18 @@ def _assemble(config: dict[str, Any], layout: Layout, name: str, folder: Path) -
     report = fit(model, layout, name)
     if layout.promoted and name != "tiny":
         _say(f"encoder '{name}': {layout.promoted}, held in float32", style="")
-    config.setdefault("gradscope", _provenance(name, layout.name, layout.stored))
+    _say_not_finite(layout, name)
+    config["gradscope"] = {**_provenance(name, layout.name, layout.stored), **config.get("gradscope", {})}
     encoder = _checked(model, make_tokenizer(config, folder), _full_config(model, config), name)
     if config["gradscope"].get("frozen_positions"):
         stretch.freeze_first_positions(encoder.model, name)
     return Loaded(encoder=encoder, report=report)
+
+
+def _say_not_finite(layout: Layout, name: str) -> None:
+    bad = [key for key, tensor in layout.state.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        _say(f"encoder '{name}': {len(bad)} tensors of its weights hold nan or inf, {bad[0]} first; its embeddings mean nothing")
 
 
 def build_model(config: dict[str, Any], name: str) -> Any:
@@ -265,6 +294,8 @@ def from_open_clip(name: str) -> DualEncoder:
 
         known = ["tiny", "longclip-L", "longclip-B", *open_clip.list_models()]
         message = unknown_name("encoder", name, known)
+        if sentence_folder(name) is not None:
+            raise ValueError(f"'{name}' encodes text only, and an image tower is needed here too; give a dual encoder such as tiny")
         raise ValueError(message.split(" Known:")[0] + " Give tiny, a run, a folder, longclip-L, or an open_clip NAME:TAG.")
     quick = not hub and trained_with_quick_gelu(architecture, tag)
     try:
@@ -317,7 +348,12 @@ def _full_config(model: Any, config: Any) -> dict[str, Any]:
 
     from open_clip.transform import PreprocessCfg
 
-    preprocess = asdict(PreprocessCfg(**{**asdict(PreprocessCfg()), **config.get("preprocess_cfg", {})}))
+    usual, given = asdict(PreprocessCfg()), config.get("preprocess_cfg", {})
+    for key, value in given.items():
+        if key not in usual or (value is not None and value not in _PREPROCESSING.get(key, (value,))):
+            known = ", ".join(_PREPROCESSING.get(key, ())) or ", ".join(usual)
+            raise ValueError(f"preprocess_cfg.{key} = {value!r} is unknown to open_clip; known: {known}")
+    preprocess = asdict(PreprocessCfg(**{**usual, **given}))
     preprocess.update(getattr(model.visual, "preprocess_cfg", {}))
     return {"model_cfg": config["model_cfg"], "preprocess_cfg": preprocess, "gradscope": config["gradscope"]}
 

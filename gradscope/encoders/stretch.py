@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from gradscope.encoders.layouts import KEPT
 
 SPREAD = 4
-_SUFFIX = re.compile(r"(?P<name>.+)@(?P<length>\d+)(?P<frozen>frozen20)?")
+_SUFFIX = re.compile(r"(?P<name>.+)@(?P<length>[1-9]\d*)(?P<frozen>frozen20)?")
 _TABLE = "positional_embedding"
 
 
