@@ -70,6 +70,7 @@ class Comparison:
     seed: int
     rows: list[ComparedRow]
     flips: list[Flip]
+    non_finite: dict[str, int]  # queries by model ("a", "b") that are not finite and count as misses
 
 
 def compare(a: Embedded, b: Embedded, *, resamples: int = RESAMPLES, seed: int = 0) -> Comparison:
@@ -80,7 +81,8 @@ def compare(a: Embedded, b: Embedded, *, resamples: int = RESAMPLES, seed: int =
     rows = [compared(x, y, k, resamples=resamples, seed=seed) for x, y in zip(rank_a, rank_b, strict=True) for k in DEPTHS]
     naming = a if a.captions else b
     found = [flip for parts in zip(rank_a, rank_b, won_a, won_b, strict=True) for flip in _flips(naming, *parts)]
-    return Comparison(images=len(a.ids), captions=len(a.text), resamples=resamples, seed=seed, rows=rows, flips=found)
+    lost = {name: sum(counts.non_finite for counts in side) for name, side in (("a", rank_a), ("b", rank_b))}
+    return Comparison(images=len(a.ids), captions=len(a.text), resamples=resamples, seed=seed, rows=rows, flips=found, non_finite=lost)
 
 
 def refuse_other_gallery(a: Embedded, b: Embedded) -> None:

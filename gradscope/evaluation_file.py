@@ -205,6 +205,16 @@ def default_path(encoder: str, data: str, split: str, label: str = "") -> Path:
     return Path(encoder) / name if Path(encoder).is_dir() else Path(f"{encoder.replace('/', '-').replace(':', '-')}-{name}")
 
 
+def not_over_other_data(path: Path, sha256: str) -> Path:
+    """``path``, or with the first digits of the data's sha256 in its name where the file that is there holds other data's numbers:
+    two data sets whose files are called alike would overwrite each other."""
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))["provenance"]["data"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return path
+    return path if there == sha256 else path.with_name(f"{path.stem}-{sha256[:8]}{path.suffix}")
+
+
 def write_evaluation(output: Path | None, encoder: str, source: DataSource, split: str, result: Retrieval, embedded: Embedded) -> Path:
     """The JSON of an evaluation of all records of a split; default name as in ``default_path``. Returns the path."""
     protocol = Protocol(

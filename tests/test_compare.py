@@ -400,3 +400,30 @@ def test_copies_and_equal_captions_are_said_beside_the_numbers(cli, tmp_path, sm
     assert "2 of 6 records repeat the picture of an earlier one" in " ".join(out.split())
     notes = json.loads((tmp_path / "r.json").read_text())["protocol"]["notes"]
     assert any("1 of 6 records repeat the caption of an earlier one" in note for note in notes)
+
+
+def test_data_sets_of_one_file_name_do_not_overwrite_each_other(cli, small, small_encoder, tmp_path) -> None:
+    rows = (small / "test.jsonl").read_text().splitlines()
+    for name, some in (("a", rows[:5]), ("b", rows[5:])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "list.jsonl").write_text("\n".join(some) + "\n")
+    said = [cli("eval", small_encoder, "--data", f"{name}/list.jsonl", *COMMON) for name in ("a", "b", "a", "b")]
+    assert [code for code, _, _ in said] == [0] * 4
+    found = [json.loads(path.read_text()) for path in small_encoder.glob("eval-list.jsonl-all*.json")]
+    assert sorted(content["protocol"]["images"] for content in found) == [5, 7]
+    assert {Path(content["protocol"]["data"]).parent.name for content in found} == {"a", "b"}
+
+
+def test_a_comparison_counts_queries_that_are_not_finite(cli, small, small_encoder, tmp_path) -> None:
+    from gradscope.embeddings_file import load_embeddings, save_embeddings
+
+    code, _, error = cli("eval", small_encoder, "--data", small, "--save-embeddings", "a.safetensors", *COMMON)
+    assert code == 0, error
+    embedded, protocol = load_embeddings("a.safetensors")
+    text = embedded.text.clone()
+    text[3] = math.nan
+    save_embeddings(Path("b.safetensors"), replace(embedded, text=text), protocol)
+    code, out, error = cli("compare", "a.safetensors", "b.safetensors", "--resamples", 20)
+    assert code == 0, error
+    assert "b: 1 queries are not finite and count as misses" in out
+    assert json.loads(Path("compare.json").read_text())["non_finite"] == {"a": 0, "b": 1}

@@ -343,5 +343,7 @@ def test_missing_pictures_are_counted_and_named(tmp_path):
     assert "gone8" not in said
     assert names(records[3:5]) == f"{tmp_path}/gone0.png, {tmp_path}/gone1.png"
     refuse_missing(records[:1])
+    with pytest.raises(ValueError, match=r"none of 2 records names a picture; .* --image-key"):
+        refuse_missing([record(None, "1"), record(None, "2")])
     strange = [record("x" * 5000), record("a\0b"), record(tmp_path / "There.PNG" / "below.png")]
     assert missing_pictures(strange) == strange

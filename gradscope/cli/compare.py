@@ -98,6 +98,8 @@ def compare(
     out.print(comparison_table(comparison, protocol_a.encoder, protocol_b.encoder, title))
     for side, protocol in (("a", protocol_a), ("b", protocol_b)):
         out.print(f"{side}: {'; '.join(protocol.sentences())}", soft_wrap=True)
+        if lost := comparison.non_finite[side]:
+            out.print(f"{side}: {lost:,} queries are not finite and count as misses", soft_wrap=True)
     for line in flip_lines(comparison, examples):
         out.print(line, soft_wrap=True)
     out.print(f"JSON: {path}", soft_wrap=True)

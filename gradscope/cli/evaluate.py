@@ -186,7 +186,14 @@ def _scored(
     """Scores one checkpoint and writes its files; ``targets`` are the embeddings, the queries and the JSON."""
     from gradscope.embeddings_file import save_embeddings
     from gradscope.evaluate import details, score
-    from gradscope.evaluation_file import Evaluation, default_path, evaluation_content, write_json, write_queries
+    from gradscope.evaluation_file import (
+        Evaluation,
+        default_path,
+        evaluation_content,
+        not_over_other_data,
+        write_json,
+        write_queries,
+    )
     from gradscope.gallery import protocol_of
 
     protocol = protocol_of(chosen.name, gallery, embedded)
@@ -202,7 +209,8 @@ def _scored(
         details=details(embedded, result),
         contamination=_contamination(encoder, trained_on, gallery, embedded, result),
     )
-    path = output or _suffixed(default_path(encoder, protocol.data, protocol.split), chosen.suffix)
+    usual = _suffixed(default_path(encoder, protocol.data, protocol.split), chosen.suffix)
+    path = output or not_over_other_data(usual, protocol.sha256)
     return write_json(path, evaluation_content(evaluation)), evaluation
 
 
