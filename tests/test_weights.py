@@ -742,6 +742,9 @@ def test_numbers_that_are_no_plain_weights_are_refused(tmp_path):
         torch.save({**state, "visual.proj": state["visual.proj"].to(kind)}, tmp_path / "odd.pt")
         with pytest.raises(layouts.DoesNotFit, match=rf"1 of another shape or kind: visual.proj: stored as {str(kind)[6:]}"):
             load_encoder(str(tmp_path / "odd.pt"))
+        torch.save({name: tensor.to(kind) for name, tensor in state.items()}, tmp_path / "odd.pt")
+        with pytest.raises(layouts.DoesNotFit, match=rf"not one key matched; the file begins with [\w.]+: stored as {str(kind)[6:]}"):
+            load_encoder(str(tmp_path / "odd.pt"))
 
 
 def test_hostile_shapes_and_names_are_one_line(tmp_path):

@@ -100,7 +100,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.matched:
-            return f"layout {self.layout}: not one key matched; the file begins with {_some(self.unexpected)}"
+            return f"layout {self.layout}: not one key matched; the file begins with {_some(self.unexpected or self.reshaped)}"
         wrong = {"missing": self.missing, "left over": self.unexpected, "of another shape or kind": self.reshaped}
         said = [f"{len(keys)} {word}: {_some(keys)}" for word, keys in wrong.items() if keys]
         return f"layout {self.layout}: {self.matched} keys matched" + "".join(f"; {part}" for part in said)
@@ -183,7 +183,8 @@ def _check_dimensions(state: Mapping[str, Tensor], source: str) -> None:
     for key, dimensions in _DIMENSIONS.items():
         if key in state and (state[key].ndim != dimensions or 0 in state[key].shape):
             raise ValueError(
-                f"'{source}' is not a CLIP: its '{key}' has the shape {list(state[key].shape)}, where {dimensions} dimensions belong"
+                f"'{source}' is not a CLIP: its '{key}' has the shape {list(state[key].shape)}, "
+                f"where {dimensions} dimensions belong, none of them 0"
             )
 
 

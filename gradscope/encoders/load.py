@@ -99,7 +99,7 @@ def _open(name: str, trust_archive: bool) -> Loaded:
         return from_folder(TINY, name)
     path = Path(name.removeprefix("local-dir:"))
     if path.is_dir():
-        return from_folder(_encoder_folder(path), name)
+        return from_folder(_encoder_folder(path), name, trust_archive=trust_archive)
     if name.startswith("local-dir:"):
         raise ValueError(f"the folder of '{name}' does not exist")
     known = next((known for known in LONGCLIP if known.lower() == name.lower()), None)
@@ -142,13 +142,13 @@ def _encoder_folder(path: Path) -> Path:
     )
 
 
-def from_folder(folder: Path, name: str) -> Loaded:
+def from_folder(folder: Path, name: str, *, trust_archive: bool = False) -> Loaded:
     """open_clip's local-dir layout, with ``bpe.txt.gz`` beside it if the tokenizer's merges are the model's own; or a CLIPModel."""
     config = _read_config(folder)
     contents: dict[str, Any] = {}
     files = archives.find_weights(folder)
     for file in files:
-        read = archives.read_weights(file)
+        read = archives.read_weights(file, trust_archive=trust_archive)
         contents = {**contents, **read} if len(files) > 1 else read
     layout = recognise(contents, str(folder))
     return _assemble(config, layout, name, folder)
