@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def figure(
-    name: Annotated[str, typer.Argument(help="4, 1, width, start-widths, hardness or gallery.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="1, 4, width, start-widths, hardness or gallery.", show_default=False)],
     sources: Annotated[
         list[Path],
         typer.Argument(
-            help="4: one or two run directories. 1 and width: geometry folders. start-widths: a CSV file. hardness and gallery: "
-            "JSON files of eval.",
+            help="4: one or two run directories. 1 and width: folders of one data set each that caption-geometry wrote "
+            "(runs/geometry/NAME). start-widths: the CSV of the demo. hardness and gallery: JSON files that eval wrote.",
             show_default=False,
         ),
     ],
