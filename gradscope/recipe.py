@@ -269,7 +269,7 @@ def check(recipe: Recipe) -> None:
     _one_of("--precision", train.precision, PRECISIONS)
     _one_of("--on-bad-image", recipe.data.on_bad_image, ON_BAD_IMAGE)
     _one_of("--on-too-long", recipe.data.on_too_long, ON_TOO_LONG)
-    _one_of("data.decode", recipe.data.decode, DECODES)
+    _one_of("--decode", recipe.data.decode, DECODES)
     _one_of("--scale", train.scale, ("learn", "fixed"))
     if train.accumulate > 1 and train.accumulate_mode not in ("narrow", "cached"):
         raise ValueError(

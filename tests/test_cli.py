@@ -200,3 +200,10 @@ def test_train_eval_probe_figure(cli, small, scenes_folder, tmp_path):
     assert code == 0, err
     assert sorted(p.suffix for p in (tmp_path / "pictures").iterdir()) == [".csv", ".pdf", ".png"]
     assert not os.environ.get("MPLBACKEND")
+
+
+def test_geometry_refuses_flags_that_nothing_would_look_at(cli, tmp_path):
+    (tmp_path / "own.csv").write_text("caption\na red chair\na blue table\n")
+    for flags in (["--data-dir", "."], ["--caption", "short"]):
+        refused(cli("caption-geometry", "own.csv", *flags, "--encoder", "tiny"), flags[0], "would be ignored")
+    refused(cli("caption-geometry", "scenes", "--encoding", "latin-1"), "--encoding latin-1", "would be ignored")

@@ -33,6 +33,7 @@ def caption_geometry(
         str | None, typer.Option(help="Key or column that holds the captions; found by itself if usual.", show_default=False)
     ] = None,
     split: Annotated[str, typer.Option(help="Of every data set named; may be joined, a+b. (default: each one's own choice)")] = "",
+    caption: Annotated[str, typer.Option(help="Which caption, where a data set offers several (dci: long, short).")] = "",
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with data, before $GRADSCOPE_DATA and the cache.", show_default=False)
     ] = None,
@@ -52,7 +53,10 @@ def caption_geometry(
     from gradscope.console import console, out, progress
     from gradscope.data.captions import read_captions
 
-    sources = [read_captions(d, caption_key=caption_key, data_dir=data_dir, encoding=encoding, split=split) for d in data]
+    _refuse_idle(data, data_dir=data_dir, caption=caption, encoding=encoding)
+    sources = [
+        read_captions(d, caption_key=caption_key, data_dir=data_dir, encoding=encoding, split=split, caption=caption) for d in data
+    ]
     _refuse_equal_names([source.name for source in sources])
 
     from gradscope.caption_geometry import measure_captions
@@ -81,6 +85,24 @@ def caption_geometry(
         out.print(f"wrote {path}", soft_wrap=True)
     for geometry in found:
         out.print(f"wrote {output / geometry.name}/ (geometry.json, histogram.csv, hardest.csv)", soft_wrap=True)
+
+
+def _refuse_idle(data: list[str], *, data_dir: Path | None, caption: str, encoding: str) -> None:
+    """A flag that none of the data sets named would look at is an error."""
+    import dataclasses
+
+    from gradscope.data import data_sets
+
+    takes = {field.name for name in data if name in data_sets for field in dataclasses.fields(data_sets[name])}
+    own = any(name not in data_sets for name in data)
+    idle = {
+        f"--data-dir {data_dir}": data_dir is not None and "folder" not in takes,
+        f"--caption {caption}": bool(caption) and "caption" not in takes,
+        f"--encoding {encoding}": encoding != "utf-8" and not own,
+    }
+    for flag, ignored in idle.items():
+        if ignored:
+            raise ValueError(f"{flag} would be ignored: {', '.join(data)} has no such setting; leave it out.")
 
 
 def _refuse_equal_names(names: list[str]) -> None:

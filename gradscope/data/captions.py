@@ -45,12 +45,19 @@ class Captions:
 
 
 def read_captions(
-    data: str, *, caption_key: str | None = None, data_dir: Path | None = None, encoding: str = "utf-8", split: str = ""
+    data: str,
+    *,
+    caption_key: str | None = None,
+    data_dir: Path | None = None,
+    encoding: str = "utf-8",
+    split: str = "",
+    caption: str = "",
 ) -> Captions:
     """Captions of a registered name, or of a file or folder.
 
     Args:
         split: "" takes the data set's own default, for geometry and evaluation alike.
+        data_dir, caption: of the registered data sets that have such a setting; others take no notice of them.
 
     Raises:
         ValueError: unknown name, no such file, unreadable text, a record without caption or of a wrong type (with its line),
@@ -58,7 +65,7 @@ def read_captions(
     """
     path = Path(data).expanduser()
     if data in data_sets:
-        return _registered(data, caption_key, data_dir, split)
+        return _registered(data, caption_key, {"folder": str(data_dir or ""), "caption": caption}, split)
     if not path.exists() and path.suffix.lower() not in SUFFIXES and len(path.parts) == 1:
         formats = f"a caption file ({', '.join(SUFFIXES)}) or a folder"
         raise ValueError(unknown_name("data set", data, data_sets.names()) + f" Or give {formats}; there is none called '{data}'.")
@@ -78,14 +85,14 @@ def _own(data: str, path: Path, files: OwnFiles, split: str) -> Captions:
     return _captions(path.stem if path.is_file() else path.absolute().name, str(path), found, chosen, content)
 
 
-def _registered(name: str, caption_key: str | None, data_dir: Path | None, split: str) -> Captions:
+def _registered(name: str, caption_key: str | None, given: dict[str, str], split: str) -> Captions:
     component = data_sets[name]
     if caption_key:
         raise ValueError(
             f"--caption-key {caption_key} belongs to files of your own; data set '{name}' has its own format, leave it out."
         )
-    takes_folder = "folder" in {field.name for field in dataclasses.fields(component)}
-    source = open_data(name, **({"folder": str(data_dir)} if data_dir is not None and takes_folder else {}))
+    takes = {field.name for field in dataclasses.fields(component)}
+    source = open_data(name, **{key: value for key, value in given.items() if value and key in takes})
     chosen = split or component.info.default_split
     read = source.read(chosen)
     found = OwnRecords(records=read.records, key="", n_rows=len(read.records), notes=read.notes)
