@@ -200,8 +200,9 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 
 
 def default_path(encoder: str, data: str, split: str, label: str = "") -> Path:
-    """eval-DATA-SPLIT[-LABEL].json, in the encoder's folder if it is one."""
-    name = f"eval-{Path(data).name}-{split}{f'-{label}' if label else ''}.json"
+    """eval-DATA-SPLIT[-LABEL].json, in the encoder's folder if it is one. A split may be called anything: slashes become hyphens."""
+    plain = split.replace("/", "-").replace("\\", "-")
+    name = f"eval-{Path(data).name}-{plain}{f'-{label}' if label else ''}.json"
     return Path(encoder) / name if Path(encoder).is_dir() else Path(f"{encoder.replace('/', '-').replace(':', '-')}-{name}")
 
 

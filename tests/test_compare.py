@@ -427,3 +427,9 @@ def test_a_comparison_counts_queries_that_are_not_finite(cli, small, small_encod
     assert code == 0, error
     assert "b: 1 queries are not finite and count as misses" in out
     assert json.loads(Path("compare.json").read_text())["non_finite"] == {"a": 0, "b": 1}
+
+
+def test_the_name_of_a_split_leads_to_no_other_folder() -> None:
+    from gradscope.evaluation_file import default_path
+
+    assert default_path("tiny", "my/list.csv", "../a\\b") == Path("tiny-eval-list.csv-..-a-b.json")
