@@ -55,7 +55,7 @@ def direction_panels(frame: DataFrame, *, x: str, width: float) -> Figure:
         axes.set_title(title, loc="left")
         axes.set_xlabel(x)
     panels[0].set_ylabel("R@1 (%)")
-    highest = 100 * float(frame[["value", "high"]].max(axis=None))
+    highest = 100 * max(frame["value"].max(), frame["high"].max())
     panels[0].set_ylim(0, 103 if highest > 50 else None)  # 103: a marker at 100 is not cut
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 3))  # below: no curve can run under it
