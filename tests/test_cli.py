@@ -207,3 +207,24 @@ def test_geometry_refuses_flags_that_nothing_would_look_at(cli, tmp_path):
     for flags in (["--data-dir", "."], ["--caption", "short"]):
         refused(cli("caption-geometry", "own.csv", *flags, "--encoder", "tiny"), flags[0], "would be ignored")
     refused(cli("caption-geometry", "scenes", "--encoding", "latin-1"), "--encoding latin-1", "would be ignored")
+
+
+def test_weights_without_a_finite_number_give_no_recall(cli, make_encoder, scenes_folder):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = make_encoder()
+    state = {name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(folder / "open_clip_model.safetensors").items()}
+    save_file(state, folder / "open_clip_model.safetensors")
+    code, _, err = cli("eval", folder, "--data", scenes_folder, "--split", "val", "--device", "cpu")
+    assert code == 2
+    assert "there is no recall" in err.splitlines()[-1]
+
+
+def test_a_path_that_cannot_be_written_is_one_line(cli, tmp_path):
+    (tmp_path / "own.csv").write_text("caption\na red chair\na blue table\n")
+    code, _, err = cli("caption-geometry", "own.csv", "--encoder", "tiny", "--output", "own.csv")
+    assert code == 2
+    assert "own.csv" in err.splitlines()[-1]
+    assert "cannot be read or written" in err.splitlines()[-1]
+    assert "Traceback" not in err

@@ -57,6 +57,13 @@ def main() -> None:
     except (ValueError, FloatingPointError) as error:
         typer.echo(f"gradscope: {error}", err=True)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(
+            f"gradscope: '{error.filename}' cannot be read or written: {error.strerror}; check the path and its rights", err=True
+        )
+        sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED:
             typer.echo("gradscope: stopped; what was written is kept. Continue training with --resume, a sweep as before.", err=True)

@@ -201,6 +201,8 @@ def _scored(
     if stored:
         save_embeddings(stored, embedded, protocol)
     result = score(embedded, resamples=resamples)
+    if result.i2t.non_finite == result.i2t.n_queries and result.t2i.non_finite == result.t2i.n_queries:
+        raise ValueError(f"no score of '{chosen.name}' is finite, so there is no recall; look at it with `gradscope encoders check`.")
     if queries:
         write_queries(queries, embedded, result)
     evaluation = Evaluation(

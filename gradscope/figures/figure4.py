@@ -357,7 +357,7 @@ def _power_axis(axis: Axes, values: pd.Series, *, at_most: float = np.inf, room:
     low = min(low - room, at_most)
     axis.set_ylim(low, high + room)
     axis.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$10^{{{value:.0f}}}$"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$10^{{{value:.3g}}}$"))
     return low
 
 
