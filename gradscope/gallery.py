@@ -28,6 +28,7 @@ class Gallery:
 
     source: DataSource
     split: str
+    sha256: str  # of all records of the split, before the policies
     records: tuple[Record, ...]
     expected: int
     missing: int
@@ -48,6 +49,7 @@ def read_gallery(data: Data, split: str | None, *, workers: int = 0, advance: Ad
     return Gallery(
         source=source,
         split=chosen,
+        sha256=found.fingerprint(),
         records=tuple(kept.records),
         expected=kept.expected,
         missing=len(kept.missing),
@@ -76,7 +78,7 @@ def protocol_of(encoder: str, gallery: Gallery, embedded: Embedded) -> Protocol:
         encoder=encoder,
         data=gallery.source.name,
         split=gallery.split,
-        sha256=gallery.source.fingerprint(gallery.split),
+        sha256=gallery.sha256,
         images=len(embedded.ids),
         captions=len(embedded.text),
         expected=gallery.expected,

@@ -87,7 +87,7 @@ def probe_checkpoints(
                 data={
                     "name": data.name,
                     "split": split,
-                    "train_sha256": source.fingerprint(split),
+                    "train_sha256": found.fingerprint(),
                     "records": len(records),
                     "notes": notes,
                 },

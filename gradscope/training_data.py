@@ -28,6 +28,7 @@ class TrainingData:
 
     source: DataSource
     split: str
+    sha256: str  # of all records of the split, before any policy
     train: Sequence[Record]
     validation: Sequence[Record]
     held_out: bool  # validation was taken out of train
@@ -38,7 +39,7 @@ class TrainingData:
         data = {
             "name": self.source.name,
             "split": self.split,
-            "train_sha256": self.source.fingerprint(self.split),
+            "train_sha256": self.sha256,
             "records": len(self.train),
             "used_sha256": self._used(),
             "notes": list(self.notes),
@@ -71,7 +72,15 @@ def training_data(recipe: Recipe) -> TrainingData:
         parts: tuple[Sequence[Record], Sequence[Record]] = kept.records, kept_validation.records
     else:
         parts = held_out(kept.records, settings.val_share, recipe.train.seed)
-    return TrainingData(source=source, split=split, train=parts[0], validation=parts[1], held_out=not own, notes=tuple(notes))
+    return TrainingData(
+        source=source,
+        split=split,
+        sha256=found.fingerprint(),
+        train=parts[0],
+        validation=parts[1],
+        held_out=not own,
+        notes=tuple(notes),
+    )
 
 
 def keep_items(data: TrainingData, folder: Path, start: str, say: Callable[[str], None]) -> None:

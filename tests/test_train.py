@@ -111,6 +111,9 @@ def test_cached_equals_one_wide_batch(scenes_folder, small_encoder, objective, t
         encoder.add_token_scale()
     seed = secrets.randbits(32)
     batches = micro_batches(encoder, str(scenes_folder), 4, 8, seed)
+    if token_weight:  # fp32 towers differ in the last bit between batch sizes, which at times changes the nearest token of a token
+        encoder.double()
+        batches = [dataclasses.replace(batch, images={"full": batch.images["full"].double()}) for batch in batches]
     wide_loss, wide = plain_gradient(encoder, framework, one_batch(batches))
     loss, replayed, taken = cached_gradient(encoder, framework, batches)
     assert taken == [1] * (2 if token_weight else 1)

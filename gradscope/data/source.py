@@ -34,8 +34,19 @@ class Split:
     """The records of one split in order, and counted facts about the reading of it (nothing is left out silently)."""
 
     name: str
+    folder: Path  # of the data set
     records: tuple[Record, ...]
     notes: tuple[str, ...] = ()
+
+    def fingerprint(self) -> str:
+        """sha256 over ids, captions, segments and image paths in order: what "the same data" means on resume.
+        Paths count relative to ``folder``, so a data set may be moved. Picture contents do not count."""
+        digest = hashlib.sha256()
+        for record in self.records:
+            image = None if record.image is None else os.path.relpath(record.image, self.folder)
+            row = [record.id, image, record.captions, [dataclasses.astuple(s) for s in record.segments]]
+            digest.update(json.dumps(row, ensure_ascii=False).encode())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +84,7 @@ class DataSource:
             if published is not None and published != len(found):
                 notes.append(f"split '{part}' of {self.name} has {len(found):,} records, published are {published:,}")
         _refuse_repeats(records, f"split '{split}' of '{self.name}'")
-        return Split(name=split, records=tuple(records), notes=tuple(notes))
+        return Split(name=split, folder=self.folder, records=tuple(records), notes=tuple(notes))
 
     def records(self, split: str) -> list[Record]:
         """The records alone; ``read`` gives the notes too."""
@@ -88,14 +99,8 @@ class DataSource:
         raise ValueError(f"data set '{self.name}' has no split '{split}'; name one of {', '.join(self.splits())}")
 
     def fingerprint(self, split: str) -> str:
-        """sha256 over ids, captions, segments and image paths of a split in order: what "the same data" means on resume.
-        Paths count relative to ``folder``, so a data set may be moved. Picture contents do not count."""
-        digest = hashlib.sha256()
-        for record in self.read(split).records:
-            image = None if record.image is None else os.path.relpath(record.image, self.folder)
-            row = [record.id, image, record.captions, [dataclasses.astuple(s) for s in record.segments]]
-            digest.update(json.dumps(row, ensure_ascii=False).encode())
-        return digest.hexdigest()
+        """Of a split that is not at hand; see ``Split.fingerprint``."""
+        return self.read(split).fingerprint()
 
 
 def _refuse_repeats(records: Sequence[Record], where: str) -> None:
