@@ -88,7 +88,7 @@ def test_tiny_on_foreign_captions_says_that_it_is_no_result(tmp_path: Path) -> N
 def test_figure_1_draws_densities_of_area_one_and_the_means(tmp_path: Path) -> None:
     both = [measure(tmp_path, "docci_test_captions", 60), measure(tmp_path, "other", 30)]
     figure, frame = figures["1"](both)
-    assert set(frame.data) == {"docci test", "other"}
+    assert set(frame.data) == {"docci test captions", "other"}
     area = ((frame.high - frame.low) * frame.density).groupby([frame.panel, frame.data]).sum()
     assert area.to_numpy() == pytest.approx(np.ones(4))
     assert frame[(frame.panel == "a") & (frame.data == "other")]["count"].sum() == 30 * 29 // 2

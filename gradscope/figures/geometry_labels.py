@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def labels(geometries: Sequence[CaptionGeometry]) -> list[str]:
     """One distinct label per geometry, in order."""
     several = len({g.encoder for g in geometries}) > 1
-    plain = [g.name.removesuffix("_captions").replace("_", " ") + (f" ({g.encoder})" if several else "") for g in geometries]
+    plain = [g.name.replace("_", " ") + (f" ({g.encoder})" if several else "") for g in geometries]
     seen: Counter[str] = Counter()
     found = []
     for label in plain:
