@@ -17,7 +17,8 @@ from gradscope.cli import app
 from gradscope.data.check import QUANTILES, check_pictures, find_duplicates, token_lengths
 from gradscope.data.check_sets import Piece, check_data
 from gradscope.data.identity import items, normalised
-from gradscope.data.picture_facts import other_case, picture_facts
+from gradscope.data.images import other_case
+from gradscope.data.picture_facts import picture_facts
 from gradscope.types import Record, Segment
 
 

@@ -95,17 +95,22 @@ def test_exactly_the_named_parts_train(what):
     assert f"{summary.trainable['image']:,}" in str(summary)
 
 
+def same_gradients(found: Any, expected: Any, names: Any) -> None:
+    """Per tensor, by the norm of the difference: in fp32 a single entry that nearly cancels may be off by more of itself."""
+    largest = max(float(expected[name].norm()) for name in names)
+    for name in names:
+        error = float((found[name] - expected[name]).norm())
+        assert error <= 1e-5 * float(expected[name].norm()) + 1e-6 * largest, (name, error, SEED)
+
+
 @pytest.mark.parametrize("what", CHOICES)
 def test_what_trains_gets_the_gradient_it_had_and_the_rest_gets_none(what):
     whole, part = encoder(), encoder()
     freeze(part, what)
     batch = batch_of(4)
     expected, found = gradients(whole, whole.embed(batch)), gradients(part, part.embed(batch))
-    for name, gradient in found.items():
-        if name in trains(part):
-            torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
-        else:
-            assert gradient is None, name
+    same_gradients(found, expected, trains(part))
+    assert all(gradient is None for name, gradient in found.items() if name not in trains(part))
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])
@@ -254,8 +259,7 @@ def test_checkpointing_changes_no_gradient(what):
         warnings.simplefilter("error")
         expected, found = gradients(plain.train(), plain.train().embed(batch)), gradients(less.train(), less.train().embed(batch))
     assert {name for name, g in found.items() if g is not None} == trains(less)
-    for name in trains(less):
-        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4)
+    same_gradients(found, expected, trains(less))
 
 
 @pytest.mark.parametrize("kind", ["custom blocks", "attention", *TIMM])
@@ -264,8 +268,7 @@ def test_checkpointing_of_image_families(kind):
     checkpoint_activations(less)
     batch = batch_of(2, 160 if kind in TIMM else 32)
     expected, found = gradients(plain, plain.embed(batch)), gradients(less, less.embed(batch))
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4)
+    same_gradients(found, expected, expected)
 
 
 @pytest.mark.parametrize("kind", [*TEXTS, *HF])
@@ -275,8 +278,7 @@ def test_checkpointing_of_text_families(kind, tmp_path):
     checkpoint_activations(less)
     batch = batch_of(3)
     expected, found = gradients(plain, plain.embed(batch)), gradients(less, less.embed(batch))
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4)
+    same_gradients(found, expected, expected)
 
 
 def test_blocks_run_again_in_the_backward_pass_and_keep_less():
@@ -381,11 +383,9 @@ def test_cached_accumulation_with_frozen_parts(what, checkpointed):
     full = embed_all(model.embed, parts, model.scale(), None)
     gradients(model, full)
     replay(model.embed, parts, full, lambda live, rows: None)
-    for name, parameter in model.named_parameters():
-        if expected[name] is None:
-            assert parameter.grad is None, name
-        else:
-            torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert {name for name, g in found.items() if g is not None} == {name for name, g in expected.items() if g is not None}
+    same_gradients(found, expected, trains(model))
 
 
 def test_token_outputs_of_a_frozen_tower_have_no_graph_either():

@@ -179,6 +179,8 @@ def test_a_missing_or_broken_file(tmp_path: Path):
 def test_the_recipes_lists_are_the_components_there_are() -> None:
     """The recipe is checked before torch is imported, so it keeps names of its own; they must be the real ones."""
     from gradscope import recipe
+    from gradscope.data.pixels import DECODES
+    from gradscope.data.usable import ON_BAD_IMAGE
     from gradscope.frameworks import frameworks
     from gradscope.objectives import objectives
     from gradscope.objectives.margin import MARGINS
@@ -187,4 +189,6 @@ def test_the_recipes_lists_are_the_components_there_are() -> None:
     assert sorted(recipe.OBJECTIVES) == objectives.names()
     assert sorted(recipe.FRAMEWORKS) == frameworks.names()
     assert recipe.MARGINS == MARGINS
+    assert recipe.ON_BAD_IMAGE == ON_BAD_IMAGE
+    assert recipe.DECODES == DECODES
     assert tuple(LOSS_FORMS) == recipe.LOSS_FORMS

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from gradscope.data.identity import ABSENT, ItemTable, as_bytes, normalised
-from gradscope.data.picture_facts import PictureFacts, all_picture_facts, other_case
+from gradscope.data.images import other_case
+from gradscope.data.picture_facts import PictureFacts, all_picture_facts
 from gradscope.types import Record
 
 #: Texts -> number of tokens of each, start and end included, before truncation.

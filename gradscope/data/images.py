@@ -211,19 +211,35 @@ def names(records: Sequence[Record], most: int = 10) -> str:
         if record.image is None:
             shown.append(f"record '{record.id}' names none")
             continue
-        twin = _case_twin(record.image)
+        twin = other_case(record.image)
+        if twin and Path(twin).parent == Path(record.image).parent:
+            twin = Path(twin).name
         shown.append(f"{record.image} (there is '{twin}': only the case differs)" if twin else record.image)
     more = f", and {len(records) - most} more" if len(records) > most else ""
     return ", ".join(shown) + more
 
 
-def _case_twin(path: str) -> str | None:
-    return _names_by_lower_case(Path(path).parent).get(Path(path).name.casefold())
+def other_case(path: str) -> str | None:
+    """The file that ``path`` would be if case did not count; None if there is none."""
+    missing = Path(path)
+    tail: list[str] = []
+    while not missing.is_dir():
+        if missing == missing.parent:
+            return None
+        tail.append(missing.name)
+        missing = missing.parent
+    for name in reversed(tail):
+        found = _listing(missing).get(name.casefold())
+        if found is None:
+            return None
+        missing = missing / found
+    return str(missing) if missing.is_file() else None
 
 
-@lru_cache(maxsize=4)
-def _names_by_lower_case(folder: Path) -> dict[str, str]:
+@lru_cache(maxsize=256)
+def _listing(folder: Path) -> dict[str, str]:
+    """Names in a folder by their form without case."""
     try:
-        return {file.name.casefold(): file.name for file in folder.iterdir()}
+        return {entry.name.casefold(): entry.name for entry in folder.iterdir()}
     except OSError:
         return {}

@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 from gradscope.data.images import load_rgb, opened, orientation
 
@@ -56,29 +54,3 @@ def all_picture_facts(paths: Sequence[str], *, workers: int, advance: Callable[[
             if advance:
                 advance(len(found), len(paths))
     return found
-
-
-def other_case(path: str) -> str | None:
-    """The file that ``path`` would be if case did not count; None if there is none."""
-    missing = Path(path)
-    tail: list[str] = []
-    while not missing.is_dir():
-        if missing == missing.parent:
-            return None
-        tail.append(missing.name)
-        missing = missing.parent
-    for name in reversed(tail):
-        found = _listing(missing).get(name.casefold())
-        if found is None:
-            return None
-        missing = missing / found
-    return str(missing) if missing.is_file() else None
-
-
-@lru_cache(maxsize=256)
-def _listing(folder: Path) -> dict[str, str]:
-    """Names in a folder by their form without case."""
-    try:
-        return {entry.name.casefold(): entry.name for entry in folder.iterdir()}
-    except OSError:
-        return {}

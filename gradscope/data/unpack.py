@@ -31,6 +31,7 @@ MOST_FILES = 2_000_000
 TEMPORARY = ".unpack-"
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _BLOCK = 2**20
+#: What the libraries raise for archives that are damaged, or packed in a way they cannot read (zipfile: NotImplementedError).
 _DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, LZMAError, EOFError, NotImplementedError)
 
 
