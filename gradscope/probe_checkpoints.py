@@ -23,7 +23,7 @@ from gradscope.optim import make_optimizer
 from gradscope.provenance import provenance
 from gradscope.recipe import Data, resolve
 from gradscope.runlog import RunLog
-from gradscope.train import make_framework, make_probe, report_failures
+from gradscope.train import make_framework, make_reader, report_failures
 
 
 def probe_checkpoints(
@@ -67,8 +67,8 @@ def probe_checkpoints(
         recipe = resolve(tables, {})
         encoder = load_encoder(name, place, trust_archive=trust_archive)
         framework = make_framework(recipe)
-        probe = make_probe(recipe, encoder, framework, make_optimizer(encoder, recipe.train))
-        assert probe is not None
+        reader = make_reader(recipe, encoder, framework, make_optimizer(encoder, recipe.train))
+        assert reader is not None
         stream = Batches(records=records, encoder=encoder, batch_size=width, accumulate=1, seed=seed, decode=data.decode)
         cut = stream.tokenized.truncated()
         if data.on_too_long == "error":
@@ -98,14 +98,14 @@ def probe_checkpoints(
             ):
                 for step, (batch,) in enumerate(stream.steps(1, count), 1):
                     encoder.zero_grad(set_to_none=True)
-                    probe.begin(step, (step - 1) * width)
+                    reader.begin(step, (step - 1) * width)
                     embeddings = encoder.embed(batch)
                     terms = framework(embeddings)
                     total = total_loss(terms)
-                    with probe.watching(batch, embeddings, terms):
+                    with reader.watching(batch, embeddings, terms):
                         total.backward()
-                    log.write_readings(probe.flush())
-                    report_failures(probe, log)
+                    log.write_readings(reader.flush())
+                    report_failures(reader, log)
                     log.write_steps([{"step": step, "samples": step * width, "epoch": 1, "loss": float(total.detach())}])
                     advance(step, count)
                 log.finish()

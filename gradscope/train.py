@@ -36,11 +36,12 @@ from gradscope.objectives import objectives
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
-from gradscope.probe import Probe, all_quantities
 from gradscope.provenance import provenance
+from gradscope.quantities import quantity_set
 from gradscope.recipe import Recipe
 from gradscope.resume import check_same_data, check_same_recipe
 from gradscope.runlog import Run, RunLog, checkpoint_step
+from gradscope.step_reader import StepReader
 from gradscope.train_display import display, header
 from gradscope.training_data import keep_items, training_data
 from gradscope.types import Batch, Embeddings, Record, Term
@@ -105,7 +106,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         raise ValueError(f"train.warmup is {settings.warmup} steps, the whole run {total_steps}; lower the one or raise the other")
     optimizer = make_optimizer(encoder, settings)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
-    probe = make_probe(recipe, encoder, framework, optimizer)
+    reader = make_reader(recipe, encoder, framework, optimizer)
 
     with ExitStack() as stack:
         kernels = stack.enter_context(cpu_speed(device, encoder.longest_sequence))
@@ -151,8 +152,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             epoch = batches.epoch_of(step)
             set_rate(optimizer, rate(step, total_steps, settings.warmup, settings.lr))
             optimizer.zero_grad(set_to_none=True)
-            if probe:
-                probe.begin(step, (step - 1) * batches.per_step)
+            if reader:
+                reader.begin(step, (step - 1) * batches.per_step)
             losses: list[Tensor] = []  # of each micro-batch (cached: of the one wide batch)
             parts: list[Tensor] = []  # [terms] each
             if settings.accumulate_mode == "cached":
@@ -161,9 +162,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 embeddings = cached.embed_all(embed, micro_batches, encoder.scale(), token_scale)
                 terms = framework(embeddings, fixed.margin_text(whole))
                 total = total_loss(terms)
-                with _watching(probe, whole, embeddings, terms, fixed, scaler, replayed=True):
+                with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=True):
                     total.backward()
-                    cached.replay(embed, micro_batches, embeddings, probe.replaying if probe else _ignore)
+                    cached.replay(embed, micro_batches, embeddings, reader.replaying if reader else _ignore)
                 losses.append(total.detach())
                 parts.append(_term_losses(terms))
             else:
@@ -171,7 +172,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                     embeddings = embed(batch)
                     terms = framework(embeddings, fixed.margin_text(batch))
                     total = total_loss(terms)
-                    with _watching(probe, batch, embeddings, terms, fixed, scaler, replayed=False):
+                    with _watching(reader, batch, embeddings, terms, fixed, scaler, replayed=False):
                         scaler.scale(total).backward()
                     losses.append(total.detach())
                     parts.append(_term_losses(terms))
@@ -180,33 +181,33 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 _say_untouched(encoder, step, say)
             parameters = list(trainable(encoder).values())
             _average(parameters, len(losses))
-            if probe:
-                probe.accumulated(losses)
+            if reader:
+                reader.accumulated(losses)
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             if settings.grad_clip > 0:
                 torch.nn.utils.clip_grads_with_norm_(parameters, settings.grad_clip, norm)
             row = _step_row(step, epoch, batches, losses, parts, terms, encoder, norm, optimizer, micro_batches)
             row["negatives_per_anchor"] = recipe.negatives_per_anchor
             if not math.isfinite(row["loss"]):
-                _stop(row, probe, encoder, log)
+                _stop(row, reader, encoder, log)
             loss_scale = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
             skipped = scaler.get_scale() < loss_scale
             if settings.scale == "learn":
                 encoder.clamp_scale(settings.scale_max)
-            if probe:
-                probe.updated(skipped)
-                readings = probe.flush()
+            if reader:
+                reader.updated(skipped)
+                readings = reader.flush()
                 written = time.perf_counter()
                 log.write_readings(readings)
-                report_failures(probe, log)
-                probe.seconds["write"] = time.perf_counter() - written  # part of the price, known too late to be a reading
+                report_failures(reader, log)
+                reader.seconds["write"] = time.perf_counter() - written  # part of the price, known too late to be a reading
             if skipped:
                 row["grad_norm"] = None  # the scaled gradient overflowed: there is no norm and no update
             row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
             row["images_per_s"] = batches.per_step / row["seconds"]
-            row["probe_seconds"] = sum(probe.seconds.values()) if probe else 0.0
+            row["probe_seconds"] = sum(reader.seconds.values()) if reader else 0.0
             log.write_steps([row])
             show(step, row)
             end_of_epoch = step % batches.steps_per_epoch == 0 or step == total_steps
@@ -239,20 +240,21 @@ def make_framework(recipe: Recipe) -> Clip:
     )
 
 
-def make_probe(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer: torch.optim.Optimizer) -> Probe | None:
-    """The probe of a recipe, or None without --log-grads. Both objectives are read, whichever is trained."""
+def make_reader(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer: torch.optim.Optimizer) -> StepReader | None:
+    """The step reader of a recipe, or None without --log-grads. Both objectives are read, whichever is trained."""
     if not recipe.probe.log_grads:
         return None
     hn = framework.objective if isinstance(framework.objective, HN) else HN(gamma=PAPER_GAMMA)
     settings = recipe.train
     batches = f"micro-batch 1/{settings.accumulate}" if settings.accumulate_mode == "narrow" else "whole step"
-    return Probe(
-        encoder=encoder,
+    return StepReader(
+        model=encoder,
         objectives={"infonce": InfoNCE(), "hn": hn},
         trained=framework.objective.name,
-        quantities=all_quantities(),
+        quantities=quantity_set("full"),
         every=recipe.probe.every,
         second_backward=recipe.probe.second_backward,
+        structural=encoder.structural_rows,
         loss_form=framework.loss_form,
         scale_max=settings.scale_max if settings.scale == "learn" else None,  # a fixed scale is not clamped
         half=settings.precision == "fp16",
@@ -298,7 +300,7 @@ class _Embed:
 
 @contextmanager
 def _watching(
-    probe: Probe | None,
+    reader: StepReader | None,
     batch: Batch,
     embeddings: Embeddings,
     terms: Sequence[Term],
@@ -307,10 +309,10 @@ def _watching(
     *,
     replayed: bool,
 ) -> Iterator[None]:
-    if probe is None or not probe.due:
+    if reader is None or not reader.due:
         yield
         return
-    with probe.watching(
+    with reader.watching(
         batch,
         embeddings,
         terms,
@@ -385,11 +387,11 @@ def _peak_memory(device: torch.device) -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes, Linux KiB
 
 
-def _stop(row: dict[str, Any], probe: Probe | None, encoder: DualEncoder, log: RunLog) -> NoReturn:
+def _stop(row: dict[str, Any], reader: StepReader | None, encoder: DualEncoder, log: RunLog) -> NoReturn:
     """A non-finite loss ends the run before it reaches the weights; its row and readings are kept."""
-    if probe:
-        log.write_readings(probe.flush())
-        report_failures(probe, log)
+    if reader:
+        log.write_readings(reader.flush())
+        report_failures(reader, log)
     log.write_steps([row])
     bad = _broken(encoder)
     where = f"first non-finite parameter: {bad[0]}" if bad else "all parameters are finite: this batch, or a learning rate too large"
@@ -416,11 +418,11 @@ def _end(message: str, log: RunLog) -> NoReturn:
     raise FloatingPointError(message)
 
 
-def report_failures(probe: Probe, log: RunLog) -> None:
-    for failure in probe.failures:
+def report_failures(reader: StepReader, log: RunLog) -> None:
+    for failure in reader.failures:
         console.print(failure, style="yellow", markup=False)
         log.console(failure)
-    probe.failures.clear()
+    reader.failures.clear()
 
 
 # ---- validation and checkpoints

@@ -152,20 +152,30 @@ class Step:
     """What a quantity may look at, nothing else. All tensors are detached.
 
     Fields of a later phase are None in an earlier one: ``accumulated`` (the averaged gradient of all micro-batches, before
-    clipping) and ``micro_losses`` exist after the last backward; ``before`` (the parameters ahead of the update) after it.
+    clipping) and ``micro_losses`` exist after the last backward; ``before`` (the parameters ahead of the update) after it, if a
+    quantity of the probe needs it. In a loop that is not ours the captions may be unknown: then ``captions``, ``token_ids`` and
+    ``lengths`` are None, and ``structural_rows`` is empty.
     """
 
     index: int
     samples: int
-    batch: Batch
     embeddings: Embeddings
-    initial_text: Tensor | None  # [B, D] the initial encoder's rows of the same captions
+    captions: tuple[str, ...] | None  # the strings of the N captions
+    token_ids: Tensor | None  # int64 [N, L], as the text tower saw them
+    lengths: Tensor | None  # int64 [N], tokens BEFORE truncation
+    initial_text: Tensor | None  # [N, D] the initial encoder's rows of the same captions
     heads: Mapping[str, Head]
     names: Sequence[str]
     parameters: Sequence[Parameter]
     structural_rows: Mapping[str, Tensor]  # parameter name -> bool [rows]: rows this batch cannot reach
     scale_max: float | None
     optimizer: Optimizer | None = None
-    accumulated: Sequence[Tensor | None] | None = None
+    passed: Mapping[str, Tensor] = field(default_factory=dict)  # "image", "text": the gradient that really passed by, unscaled
+    rows: slice = field(
+        default_factory=lambda: slice(None)
+    )  # which rows of the embeddings are this rank's, and so have a gradient in ``passed``
+    accumulated: Sequence[Tensor | None] | None = None  # on this rank: its shard, where parameters are sharded
+    unscale: Tensor | float = 1.0  # what ``accumulated`` must still be multiplied by (a fused optimizer unscales in its own step)
+    sharded: bool = False  # sums over ``accumulated`` must be added over ranks
     micro_losses: Tensor | None = None  # [micro-batches]
     before: Sequence[Tensor] | None = None

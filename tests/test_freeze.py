@@ -13,7 +13,7 @@ from conftest import SMALL
 from families import HF, IMAGE, TEXTS, TIMM, hf_family, image_family, text_family
 from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor, nn
-from toy import readings, toy_probe
+from toy import readings, toy_reader
 
 from gradscope.cached import check_replayable, embed_all, joined, replay
 from gradscope.encoders.dual import DualEncoder, evaluating
@@ -327,20 +327,20 @@ def test_checkpointing_is_refused_where_it_would_be_wrong():
 
 def probed(model: DualEncoder, trained: str = "hn") -> dict[Any, Any]:
     batch = batch_of(5)
-    probe = toy_probe(model, trained)
-    framework = Clip(objective=probe.objectives[trained])
-    probe.begin(1, 0)
+    reader = toy_reader(model, trained)
+    framework = Clip(objective=reader.objectives[trained])
+    reader.begin(1, 0)
     model.zero_grad(set_to_none=True)
     embeddings = model.embed(batch)
     terms = framework(embeddings)
     total = total_loss(terms)
-    with probe.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
+    with reader.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
         total.backward()
-    probe.accumulated([total])
-    probe.optimizer.step()
-    probe.updated()
-    assert not probe.failures
-    found = readings(probe)
+    reader.accumulated([total])
+    reader.optimizer.step()
+    reader.updated()
+    assert not reader.failures
+    found = readings(reader)
     return {key: value for key, value in found.items() if key[0] != "probe"}
 
 
@@ -412,7 +412,7 @@ def test_a_stretched_table_with_frozen_beginning_is_part_of_the_text_tower(make_
     assert len(table) == 228
     ids = encoder.tokenize(["a red chair beside a blue table " * 5]).ids
     batch = Batch(ids=("a",), images={}, texts={"full": ids}, lengths=torch.tensor([40]), captions=("",))
-    unreached = next(rows for name, rows in encoder.structural_rows(batch).items() if "positional" in name)
+    unreached = next(rows for name, rows in encoder.structural_rows(batch.texts["full"]).items() if "positional" in name)
     assert torch.equal(unreached, torch.arange(20, 248) > ids[0].argmax())
     freeze(encoder, "text")
     assert not table.requires_grad

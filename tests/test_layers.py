@@ -15,10 +15,10 @@ ROOT = Path(gradscope.__file__).parent
 
 #: The layer of each folder or top-level file; a file may import its own layer and those below.
 LAYERS = {
-    0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file", "protocol"],
+    0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed"],
     1: ["objectives", "metrics", "data"],
     2: ["quantities", "encoders", "frameworks", "recipe"],
-    3: ["probe", "optim", "checkpoint", "cached", "resume", "run_checkpoints"],
+    3: ["step_reader", "optim", "checkpoint", "cached", "resume", "run_checkpoints"],
     4: [
         "train",
         "train_display",
@@ -137,7 +137,7 @@ def test_only_encoders_import_open_clip():
 
 def test_only_the_probe_and_the_encoders_register_hooks():
     users = {name for name, path in MODULES.items() if "register_hook(" in (t := path.read_text()) or "register_forward_hook(" in t}
-    assert users == {"gradscope.probe", "gradscope.encoders.tokens"}
+    assert users == {"gradscope.step_reader", "gradscope.encoders.tokens"}
 
 
 def test_light_modules_reach_no_torch():

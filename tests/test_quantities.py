@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from toy import CONTEXT, VOCABULARY, WIDTH, Toy, measured, readings, toy_batch, toy_probe
+from toy import CONTEXT, VOCABULARY, WIDTH, Toy, measured, readings, toy_batch, toy_reader
 
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.objectives.hn import HN
@@ -127,7 +127,7 @@ def _made(size: int, gap: float) -> tuple[Step, dict]:
     from gradscope.types import Embeddings
 
     encoder = Toy(scale=100.0)
-    probe = toy_probe(encoder, "infonce", gamma=0.0)
+    reader = toy_reader(encoder, "infonce", gamma=0.0)
     generator = torch.Generator().manual_seed(size)
     # Rows need not be of unit length here: the quantities read cosines, and a gap of 1.2 is possible for real rows too.
     text = torch.eye(size) + 0.01 * torch.rand(size, size, generator=generator)
@@ -136,12 +136,12 @@ def _made(size: int, gap: float) -> tuple[Step, dict]:
     tie = sum(p.sum() for p in encoder.parameters()) * 0.0  # reach the parameters, so that their gradients exist
     embeddings = Embeddings(image=image + tie, text=text + tie, scale=torch.tensor(100.0))
     terms = Clip()(embeddings)
-    probe.begin(1, 0)
-    with probe.watching(toy_batch(size, 1), embeddings, terms):
+    reader.begin(1, 0)
+    with reader.watching(toy_batch(size, 1), embeddings, terms):
         total_loss(terms).backward()
-    step = probe._step
+    step = reader._step
     assert step is not None
-    return step, readings(probe)
+    return step, readings(reader)
 
 
 def test_the_four_cases_of_a_zero_gradient() -> None:
@@ -166,7 +166,7 @@ def test_parameter_zeros_and_structure() -> None:
         assert grads is not None
         sizes = [g.numel() for g in grads if g is not None]
         zeros = sum(int((g == 0).sum()) for g in grads if g is not None)
-        rows = VOCABULARY - len(set(step.batch.texts["full"].flatten().tolist()))
+        rows = VOCABULARY - len(set(step.token_ids.flatten().tolist()))
         structural = rows * WIDTH
         assert values["zeros", term, "entries.parameters"] == pytest.approx(zeros / sum(sizes))
         assert values["zeros", term, "structural.parameters"] == pytest.approx(structural / sum(sizes))
@@ -232,7 +232,7 @@ def test_gap_captions_scale(size: int) -> None:
     assert sum(histogram) == size * (size - 1) / 2
     slow, _ = np.histogram(pairs, bins=BINS, range=(LOW, HIGH))
     assert np.abs(np.cumsum(histogram) - np.cumsum(slow)).max() <= 1  # a pair on an edge may fall on either side
-    truncated = sum(int(n) > CONTEXT for n in step.batch.lengths)
+    truncated = sum(int(n) > CONTEXT for n in step.lengths)
     assert values["captions", "", "truncated"] == truncated
     assert values["captions", "", "margin_logits"] == pytest.approx(20.0 * 0.5 * off.mean(), rel=1e-4)
     assert values["captions", "", "drift"] == pytest.approx(0.0, abs=1e-7)
@@ -292,50 +292,50 @@ def test_nan_captions_are_in_no_bin_and_no_share() -> None:
 @pytest.mark.parametrize("kind", MARGINS)
 def test_the_constant_part_of_every_margin(kind: str) -> None:
     encoder, batch = Toy(), toy_batch(7, secrets.randbits(32))
-    probe = toy_probe(encoder, "hn")
-    probe.objectives["hn"] = HN(gamma=0.25, margin=kind)
+    reader = toy_reader(encoder, "hn")
+    reader.objectives["hn"] = HN(gamma=0.25, margin=kind)
     embeddings = encoder.embed(batch)
     initial = torch.nn.functional.normalize(torch.randn(7, 9), dim=1)
-    terms = Clip(objective=probe.objectives["hn"])(embeddings, initial)
-    probe.begin(1, 0)
-    with probe.watching(batch, embeddings, terms, initial_text=initial, margin_text=initial):
+    terms = Clip(objective=reader.objectives["hn"])(embeddings, initial)
+    reader.begin(1, 0)
+    with reader.watching(batch, embeddings, terms, initial_text=initial, margin_text=initial):
         total_loss(terms).backward()
     off = ~np.eye(7, dtype=bool)
     live, start = ((z.detach().double() @ z.detach().double().T).numpy()[off].mean() for z in (embeddings.text, initial))
     mean = {"live": live, "fixed": live, "frozen": start, "external": start, "centred": 0.0}[kind]
-    assert readings(probe)["captions", "", "margin_logits"] == pytest.approx(20.0 * 0.25 * mean, abs=1e-5)
+    assert readings(reader)["captions", "", "margin_logits"] == pytest.approx(20.0 * 0.25 * mean, abs=1e-5)
 
 
 def test_an_optimizer_without_moments_has_no_normalised_step() -> None:
     encoder = Toy()
-    probe = toy_probe(encoder)
-    probe.optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
-    probe.begin(1, 0)
+    reader = toy_reader(encoder)
+    reader.optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    reader.begin(1, 0)
     embeddings = encoder.embed(toy_batch(4, 0))
     terms = Clip()(embeddings)
-    with probe.watching(toy_batch(4, 0), embeddings, terms):
+    with reader.watching(toy_batch(4, 0), embeddings, terms):
         total_loss(terms).backward()
-    probe.accumulated([total_loss(terms)])
-    probe.optimizer.step()
-    probe.updated()
-    keys = {key for quantity, _, key in readings(probe) if quantity == "optimizer"}
+    reader.accumulated([total_loss(terms)])
+    reader.optimizer.step()
+    reader.updated()
+    keys = {key for quantity, _, key in readings(reader) if quantity == "optimizer"}
     assert keys == {"update_ratio.image", "update_ratio.text", "update_ratio.scale"}
 
 
 def test_adam_quantiles_eps_and_stale_against_loops() -> None:
     """20 steps of large gradients, then tiny ones: most entries become stale, and the twin recomputes Adam by hand."""
     encoder = Toy()
-    probe = toy_probe(encoder, "infonce")
-    probe.optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3, weight_decay=0.01)
+    reader = toy_reader(encoder, "infonce")
+    reader.optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3, weight_decay=0.01)
     framework = Clip()
     moments = {name: [np.zeros(p.shape), np.zeros(p.shape)] for name, p in encoder.named_parameters()}
     for index in range(1, 31):
-        probe.begin(index, 0)
-        probe.optimizer.zero_grad(set_to_none=True)
+        reader.begin(index, 0)
+        reader.optimizer.zero_grad(set_to_none=True)
         batch = toy_batch(8, index)
         embeddings = encoder.embed(batch)
         terms = framework(embeddings)
-        with probe.watching(batch, embeddings, terms):
+        with reader.watching(batch, embeddings, terms):
             total_loss(terms).backward()
         if index > 20:
             for p in encoder.parameters():
@@ -343,10 +343,10 @@ def test_adam_quantiles_eps_and_stale_against_loops() -> None:
                 p.grad.mul_(1e-4)
         before = {n: p.detach().double().numpy().copy() for n, p in encoder.named_parameters()}
         grads = {n: p.grad.double().numpy().copy() for n, p in encoder.named_parameters() if p.grad is not None}
-        probe.accumulated([total_loss(terms)])
-        probe.optimizer.step()
-        probe.updated()
-        values = readings(probe)
+        reader.accumulated([total_loss(terms)])
+        reader.optimizer.step()
+        reader.updated()
+        values = readings(reader)
         for name, g in grads.items():
             moments[name][0] = 0.9 * moments[name][0] + 0.1 * g
             moments[name][1] = 0.999 * moments[name][1] + 0.001 * g * g

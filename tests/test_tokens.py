@@ -356,7 +356,7 @@ def test_an_encoder_with_a_hugging_face_tokenizer(family, tmp_path):
     loss = (found.text * torch.randn_like(found.text)).sum()
     loss = loss + (found.text_tokens * torch.randn_like(found.text_tokens))[found.text_valid].sum()
     loss.backward()
-    rows = encoder.structural_rows(batch)
+    rows = encoder.structural_rows(batch.texts["full"])
     assert set(rows) == {"model.text.token_embedding.weight", "model.text.positional_embedding"}
     for name, structural in rows.items():
         assert torch.equal(structural, gradient_rows(model, dict(encoder.named_parameters())[name])), name

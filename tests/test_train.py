@@ -343,29 +343,30 @@ def test_a_saturated_gradient_survives_half_precision_towers(scenes_folder):
     from toy import readings
 
     from gradscope.optim import make_optimizer
-    from gradscope.probe import Probe, all_quantities
+    from gradscope.quantities import quantity_set
     from gradscope.recipe import Train
+    from gradscope.step_reader import StepReader
 
     encoder = load_encoder("tiny")
     (batch,) = micro_batches(encoder, str(scenes_folder), 1, 4, 5)
     found = {}
     for precision, loss_scale in (("fp32", 1.0), ("fp16", 2.0**16), ("fp16", 2.0**12)):
-        probe = Probe(
-            encoder=encoder,
+        reader = StepReader(
+            model=encoder,
             objectives={"infonce": InfoNCE(), "hn": HN(gamma=0.25)},
             trained="hn",
-            quantities={"gradient": all_quantities()["gradient"]},
+            quantities={"gradient": quantity_set("full")["gradient"]},
             every=1,
             half=precision == "fp16",
             optimizer=make_optimizer(encoder, Train()),
         )
         encoder.zero_grad(set_to_none=True)
-        probe.begin(1, 0)
+        reader.begin(1, 0)
         embeddings = _Embed(encoder, False, precision)(batch)
         terms = Clip(objective=HN(gamma=0.25))(embeddings)
-        with probe.watching(batch, embeddings, terms, loss_scale=loss_scale):
+        with reader.watching(batch, embeddings, terms, loss_scale=loss_scale):
             (total_loss(terms) * loss_scale).backward()
-        values = readings(probe)
+        values = readings(reader)
         found[precision, loss_scale] = [values["gradient", "infonce", f"norm.{tower}"] for tower in ("image", "text")]
     exact = found.pop(("fp32", 1.0))
     assert all(0 < value < 1e-6 for value in exact), "the batch was to be saturated"

@@ -12,8 +12,9 @@ from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import make_optimizer
-from gradscope.probe import Probe, all_quantities
+from gradscope.quantities import quantity_set
 from gradscope.recipe import Train
+from gradscope.step_reader import StepReader
 from gradscope.types import Batch, Embeddings, Step
 
 VOCABULARY, CONTEXT, WIDTH = 50, 12, 6
@@ -38,9 +39,9 @@ class Toy(nn.Module):
         text = self.token_embedding.weight[batch.texts["full"]].mean(dim=1) @ self.text_projection
         return Embeddings(image=F.normalize(image, dim=1), text=F.normalize(text, dim=1), scale=self.logit_scale.exp())
 
-    def structural_rows(self, batch: Batch) -> dict[str, Tensor]:
+    def structural_rows(self, ids: Tensor) -> dict[str, Tensor]:
         seen = torch.zeros(VOCABULARY, dtype=torch.bool)
-        seen[batch.texts["full"].flatten()] = True
+        seen[ids.flatten()] = True
         return {"token_embedding.weight": ~seen}
 
 
@@ -56,13 +57,14 @@ def toy_batch(size: int, seed: int, captions: list[str] | None = None) -> Batch:
     )
 
 
-def toy_probe(encoder: nn.Module, trained: str = "infonce", gamma: float = 0.5, **settings: object) -> Probe:
-    return Probe(
-        encoder=encoder,  # type: ignore[arg-type]
+def toy_reader(encoder: nn.Module, trained: str = "infonce", gamma: float = 0.5, **settings: object) -> StepReader:
+    return StepReader(
+        model=encoder,  # type: ignore[arg-type]
         objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma)},
         trained=trained,
-        quantities=all_quantities(),
+        quantities=quantity_set("full"),
         every=1,
+        structural=getattr(encoder, "structural_rows", None),
         scale_max=100.0,
         optimizer=make_optimizer(encoder, Train()),
         **settings,  # type: ignore[arg-type]
@@ -73,18 +75,18 @@ def measured(
     encoder: Toy, batch: Batch, trained: str = "infonce", gamma: float = 0.5
 ) -> tuple[Step, dict[tuple[str, str, str], object]]:
     """One watched backward on the toy: the Step the quantities saw, and the batch-phase readings by (quantity, term, key)."""
-    probe = toy_probe(encoder, trained, gamma)
-    framework = Clip(objective=probe.objectives[trained])
-    probe.begin(1, 0)
+    reader = toy_reader(encoder, trained, gamma)
+    framework = Clip(objective=reader.objectives[trained])
+    reader.begin(1, 0)
     encoder.zero_grad(set_to_none=True)
     embeddings = encoder.embed(batch)
     terms = framework(embeddings)
-    with probe.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
+    with reader.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
         total_loss(terms).backward()
-    step = probe._step
+    step = reader._step
     assert step is not None
-    return step, readings(probe)
+    return step, readings(reader)
 
 
-def readings(probe: Probe) -> dict[tuple[str, str, str], object]:
-    return {(row["quantity"], row["term"], row["key"]): row["value"] for row in probe.flush()}
+def readings(reader: StepReader) -> dict[tuple[str, str, str], object]:
+    return {(row["quantity"], row["term"], row["key"]): row["value"] for row in reader.flush()}

@@ -153,10 +153,9 @@ class DualEncoder(nn.Module):
 
     # ---- what the probe asks
 
-    def structural_rows(self, batch: Batch) -> dict[str, Tensor]:
-        """Rows of text parameters which this batch cannot reach, whatever the loss: ids that do not occur, and positions beyond
-        the longest caption. bool [rows] by parameter name; exact zeros there say nothing about saturation."""
-        ids = batch.texts["full"]
+    def structural_rows(self, ids: Tensor) -> dict[str, Tensor]:
+        """Rows of text parameters which token ids [B, L] cannot reach, whatever the loss: ids that do not occur, and positions
+        beyond the longest caption. bool [rows] by parameter name; exact zeros there say nothing about saturation."""
         rows = unreached_rows(self.model, ids, None if self.token_log_scale is None else self.text_valid(ids))
         return {name: rows[id(parameter)] for name, parameter in self.named_parameters() if id(parameter) in rows}
 

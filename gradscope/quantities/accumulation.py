@@ -21,6 +21,7 @@ from gradscope.types import Reading, Step
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
     phase: ClassVar[str] = "step"
+    tier: ClassVar[str] = "default"
 
     def __call__(self, step: Step) -> list[Reading]:
         assert step.accumulated is not None

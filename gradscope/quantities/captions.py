@@ -4,7 +4,8 @@
     histogram                          counts of the N(N-1)/2 pair cosines in 60 bins from -0.2 to 1.0 (outliers in the end bins;
                                        a pair that is nan is in none, so the counts then sum to less)
     near_duplicates                    share of captions with another at cosine >= .95
-    exact_duplicates, truncated        number of captions that repeat an earlier string; that were cut at the context
+    exact_duplicates, truncated        number of captions that repeat an earlier string; that were cut at the context (no reading
+                                       where the loop does not tell the probe its captions and their lengths)
     margin_logits                      scale * mean of HN's margin off the diagonal: how many of its logits are a constant
                                        (live and fixed: scale * gamma * mean; frozen: of the initial captions; centred: 0)
     drift                              mean |G_ij - G0_ij| against the initial encoder's captions
@@ -33,6 +34,7 @@ BINS, LOW, HIGH = 60, -0.2, 1.0
 @dataclass(frozen=True, kw_only=True)
 class Captions:
     phase: ClassVar[str] = "batch"
+    tier: ClassVar[str] = "default"
 
     def __call__(self, step: Step) -> list[Reading]:
         cosines = caption_cosines(step.embeddings.text)  # [N, N]
@@ -42,17 +44,18 @@ class Captions:
         mean = off_diagonal_mean(cosines)
         margin = step.heads["hn"].scores.margin
         assert margin is not None
-        context = step.batch.texts["full"].shape[1]
         values: dict[str, tuple[Tensor | float, str]] = {
             "mean": (mean, "cosine"),
             "hardest_mean": (hardest.mean(), "cosine"),
             "hardest_max": (hardest.max(), "cosine"),
             "histogram": (_histogram(cosines), "pairs"),
             "near_duplicates": ((hardest >= NEAR).double().mean() + 0.0 * hardest.mean(), "share"),  # nan stays nan
-            "exact_duplicates": (float(n - len(set(step.batch.captions))), "captions"),
-            "truncated": (float(sum(length > context for length in step.batch.lengths.tolist())), "captions"),
             "margin_logits": (step.embeddings.scale * off_diagonal_mean(margin), "logits"),
         }
+        if step.captions is not None:
+            values["exact_duplicates"] = (float(n - len(set(step.captions))), "captions")
+        if step.lengths is not None and step.token_ids is not None:
+            values["truncated"] = ((step.lengths > step.token_ids.shape[1]).sum(), "captions")
         if step.initial_text is not None:
             start = caption_cosines(step.initial_text)
             values["drift"] = ((cosines - start).abs().sum() / (n * (n - 1)), "cosine")

@@ -24,6 +24,7 @@ from gradscope.types import Reading, Step
 @dataclass(frozen=True, kw_only=True)
 class Gap:
     phase: ClassVar[str] = "batch"
+    tier: ClassVar[str] = "loss"
 
     def __call__(self, step: Step) -> list[Reading]:
         scores = step.heads["hn"].scores

@@ -32,6 +32,8 @@ _BLOCK = re.compile(r"\.(?:resblocks|layers|layer|blocks|h)\.(\d+)\.")
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
     phase: ClassVar[str] = "batch"
+    tier: ClassVar[str] = "full"
+    needs: ClassVar[tuple[str, ...]] = ("param_grads",)
 
     def __call__(self, step: Step) -> list[Reading]:
         readings, norms = [], {}

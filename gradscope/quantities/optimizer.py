@@ -33,6 +33,8 @@ _LOW, _HIGH, _PER_DECADE = -20, 3, 20
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     phase: ClassVar[str] = "update"
+    tier: ClassVar[str] = "full"
+    needs: ClassVar[tuple[str, ...]] = ("before",)
 
     def __call__(self, step: Step) -> list[Reading]:
         values = _adam(step)

@@ -31,6 +31,7 @@ from gradscope.types import Head, Reading, Step
 class Residual:
     top: tuple[int, ...] = (1, 5, 10)
     phase: ClassVar[str] = "batch"
+    tier: ClassVar[str] = "loss"
 
     def __call__(self, step: Step) -> list[Reading]:
         captions = step.embeddings.text @ step.embeddings.text.T  # [N, N]

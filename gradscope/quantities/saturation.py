@@ -27,6 +27,7 @@ ROW_THRESHOLD = 1e-3
 @dataclass(frozen=True, kw_only=True)
 class Saturation:
     phase: ClassVar[str] = "batch"
+    tier: ClassVar[str] = "loss"
 
     def __call__(self, step: Step) -> list[Reading]:
         readings = []

@@ -19,6 +19,7 @@ from gradscope.types import Reading, Step
 @dataclass(frozen=True, kw_only=True)
 class Scale:
     phase: ClassVar[str] = "batch"
+    tier: ClassVar[str] = "loss"
 
     def __call__(self, step: Step) -> list[Reading]:
         scale = step.embeddings.scale

@@ -34,6 +34,7 @@ from gradscope.types import Head, Reading, Step
 @dataclass(frozen=True, kw_only=True)
 class Zeros:
     phase: ClassVar[str] = "batch"
+    tier: ClassVar[str] = "full"
 
     def __call__(self, step: Step) -> list[Reading]:
         readings = []

@@ -1,42 +1,46 @@
-"""The probe: schedules quantities, and is the only place that attaches and removes hooks.
+"""The step reader: schedules quantities on the steps of a training loop and hands them what they look at.
 
 On a probed step it looks at ONE softmax: the first micro-batch with narrow accumulation, the whole step with cached. While that
-backward runs, tensor hooks keep the gradient of the logits and of both embeddings; before it, the other objective is evaluated on
-the same embeddings and its gradient taken through the same graph (retained, never accumulated into ``.grad``). Nothing here draws a
-random number, writes to a parameter or keeps a reference to a gradient beyond the step, so training is bit-identical with and
-without it. Readings stay tensors until ``flush`` moves them to the host together: one synchronisation per probed step.
+backward runs, tensor hooks keep the gradient of the logits and of both embeddings; before it, the objectives that are not trained are
+evaluated on the same embeddings and their gradient taken through the same graph (retained, never accumulated into ``.grad``).
+Nothing here draws a random number, writes to a parameter or keeps a reference to a gradient beyond the step, so training is
+bit-identical with and without it. Readings stay tensors until ``flush`` moves them to the host together: one synchronisation per
+probed step.
 
-    with probe.watching(batch, embeddings, terms): total.backward()      # phase "batch"
-    probe.accumulated(losses)                                            # phase "step": averaged gradient, before clipping
-    probe.updated()                                                      # phase "update": after optimizer.step()
-    readings = probe.flush()
+    with reader.watching(batch, embeddings, terms): total.backward()     # phase "batch"
+    reader.accumulated(losses)                                           # phase "step": averaged gradient, before clipping
+    reader.updated()                                                     # phase "update": after optimizer.step()
+    readings = reader.flush()
 
-How it can mislead: the time it reports is host time; on a GPU its kernels overlap with training's.
+``gradscope.probe.Probe`` does the same from hooks, in anybody's loop. How it can mislead: the time it reports is host time; on a GPU
+its kernels overlap with training's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradscope.encoders.dual import DualEncoder
+from gradscope.distributed import is_sharded, local
 from gradscope.frameworks.clip import total_loss
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.scores import LOSS_FORMS, symmetric_loss
 from gradscope.optim import trainable
-from gradscope.quantities import quantities
 from gradscope.types import Batch, Embeddings, Head, Reading, Scores, Step, Term
 
 Objective = InfoNCE | HN
 Quantity = Callable[[Step], list[Reading]]
+
+#: What is watched while the backward of the measured batch runs.
+ROWS = ("image", "text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +55,64 @@ class Watched:
     scale_grad: Tensor | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What is known of the measured batch beside its embeddings; None where the loop does not say.
+
+    ``initial_text`` [N, D]: the initial encoder's caption rows, to measure the drift of G against. ``margin_text`` [N, D0]: the rows
+    that a frozen or external margin is made of. ``candidates``: the embeddings of all ranks, where the softmax is over those; then
+    ``rows`` says which of them are this rank's.
+    """
+
+    captions: tuple[str, ...] | None = None
+    token_ids: Tensor | None = None
+    lengths: Tensor | None = None
+    initial_text: Tensor | None = None
+    margin_text: Tensor | None = None
+    candidates: Embeddings | None = None
+    rows: slice = field(default_factory=lambda: slice(None))
+
+
 @dataclass(kw_only=True)
-class Probe:
-    """Readings of a training loop.
+class _Open:
+    """The measured batch between the evaluation of its heads and the end of its backward."""
+
+    embeddings: Embeddings
+    observed: Observed
+    terms: Sequence[Term]
+    unscale: Tensor | float
+    known: dict[str, Watched]
+    param_grads: dict[str, list[Tensor | None]]
+    fresh: bool  # no parameter had a gradient yet: afterwards .grad is this batch's alone
+    watched: frozenset[str] = frozenset()
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class StepReader:
+    """Readings of the steps of a training loop.
 
     Args:
-        encoder: the towers whose parameters are watched.
+        model: the module whose trainable parameters are watched.
         objectives: "infonce" and "hn", the second with the gamma and margin it is to be read at.
-        trained: the name of the objective that is minimised.
-        quantities: name -> component; see ``all_quantities``.
-        every: probe steps 1, 1 + every, 1 + 2 every, ...
-        second_backward: whether the objective that is not trained gets its full-parameter gradient (one more backward pass).
+        trained: the name of the objective that is minimised; "" if that is neither of them, or not known.
+        quantities: name -> component; see ``gradscope.quantities.quantity_set``.
+        every: probe steps 1, 1 + every, 1 + 2 every, ... May be changed between steps.
+        second_backward: whether an objective that is not trained gets its full-parameter gradient (one more backward pass each).
+        structural: token ids [N, L] -> parameter name -> bool [rows] that these ids cannot reach.
         loss_form: how training computes its loss; the readings use the same.
         scale_max: the clamp of the scale, or None.
         half: whether the towers run in fp16, so that the second backward needs a factor of its own.
     """
 
-    encoder: DualEncoder
+    model: nn.Module
     objectives: dict[str, Objective]
     trained: str
     quantities: dict[str, Quantity]
     every: int
     second_backward: bool = True
+    structural: Callable[[Tensor], Mapping[str, Tensor]] | None = None
     loss_form: str = "plain"
     scale_max: float | None = None
     half: bool = False
@@ -83,12 +123,12 @@ class Probe:
     _step: Step | None = None
     _readings: list[Reading] = field(default_factory=list)
     _due: bool = False
+    _opened: _Open | None = None
     _replayed: dict[str, list[Tensor | None]] = field(default_factory=dict)
-    _pending: dict[str, Watched] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parameters = trainable(self.encoder)
-        self.names, self.parameters = list(parameters), list(parameters.values())
+        parameters = trainable(self.model)
+        self.names, self.parameters = [plain_name(name) for name in parameters], list(parameters.values())
 
     # ---- the schedule
 
@@ -102,6 +142,15 @@ class Probe:
     def due(self) -> bool:
         """Whether the measured batch of a probed step is still to come."""
         return self._due
+
+    @property
+    def reading(self) -> bool:
+        """Whether this step has a measured batch whose later phases are still to be read."""
+        return self._step is not None
+
+    def needs(self, what: str) -> bool:
+        """Whether a quantity of the set needs ``what`` ("before", "param_grads")."""
+        return any(what in getattr(quantity, "needs", ()) for quantity in self.quantities.values())
 
     # ---- phase "batch"
 
@@ -120,8 +169,7 @@ class Probe:
         """Wraps the backward of one batch. A no-op unless this is the measured batch of a probed step.
 
         Args:
-            initial_text: the initial encoder's caption rows [B, D], to measure the drift of G against.
-            margin_text: the rows [B, D0] that a frozen or external margin is made of, as the framework was given them.
+            initial_text, margin_text: see ``Observed``.
             loss_scale: the factor that mixed precision multiplies the loss by.
             replayed: cached accumulation: ``embeddings`` are leaves, and the towers' backward is replayed inside the block, each
                 piece announced by ``replaying``.
@@ -129,102 +177,156 @@ class Probe:
         if not self.due:
             yield
             return
-        self._due = False  # this is the measured batch, even if reading it fails
-        scores = terms[0].scores
-        assert scores is not None
-        alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
-        found = None
+        observed = Observed(
+            captions=batch.captions,
+            token_ids=batch.texts["full"],
+            lengths=batch.lengths,
+            initial_text=initial_text,
+            margin_text=margin_text,
+        )
+        self.open(embeddings, observed, terms=terms, unscale=1.0 / loss_scale, replayed=replayed)
+        whole = False
         try:
-            found = self._before_backward(embeddings, alone, margin_text, replayed)
+            yield
+            whole = True
+        finally:
+            if not whole:
+                self.abandon()
+        self.close()
+
+    def open(
+        self,
+        embeddings: Embeddings,
+        observed: Observed,
+        *,
+        terms: Sequence[Term] = (),
+        unscale: Tensor | float = 1.0,
+        replayed: bool = False,
+    ) -> None:
+        """Before the backward of the measured batch: evaluates what that backward will not leave behind, and starts to watch it.
+
+        Args:
+            terms: the trained terms, the global one first, where the loop is ours; else the objectives are evaluated on copies.
+            unscale: what the gradients that pass by must be multiplied by.
+        """
+        self._due = False  # this is the measured batch, even if reading it fails
+        alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
+        try:
+            known = self._known(embeddings, observed, alone)
+            grads = self._param_grads(embeddings, observed, known, bool(terms), replayed)
+            self._opened = _Open(
+                embeddings=embeddings,
+                observed=observed,
+                terms=terms,
+                unscale=unscale,
+                known=known,
+                param_grads=grads,
+                fresh=all(p.grad is None for p in self.parameters),
+            )
         except Exception as error:  # a diagnostic must never end a training run: it goes on unwatched
             self._fail("heads", error)
-        if found is None:
-            yield
             return
-        known, param_grads = found
-        kept: dict[str, Tensor] = {}
-        handles = [
-            _keep(kept, "logits", scores.logits),
-            _keep(kept, "image", embeddings.image),
-            _keep(kept, "text", embeddings.text),
-        ]
-        self._pending, self._replayed = (known, param_grads) if replayed else ({}, {})
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._pending, self._replayed = {}, {}
+        watched = {"image": embeddings.image, "text": embeddings.text}
+        if alone:
+            assert terms[0].scores is not None
+            watched["logits"] = terms[0].scores.logits
+        watched = {name: tensor for name, tensor in watched.items() if tensor.requires_grad}
+        self._opened.watched = frozenset(watched)
+        self._opened.handles += [_keep(self._opened.kept, name, tensor) for name, tensor in watched.items()]
+        self._replayed = grads if replayed else {}
+
+    def abandon(self) -> None:
+        """The backward of the measured batch did not end: takes the hooks away and forgets it."""
+        opened, self._opened, self._replayed = self._opened, None, {}
+        for handle in opened.handles if opened else ():
+            handle.remove()
+
+    def close(self) -> None:
+        """After the backward of the measured batch: reads phase "batch"."""
+        opened = self._opened
+        self.abandon()
+        if opened is None:
+            return
         try:
             with self._timed("heads"):
-                if alone:
-                    known[self.trained] = self._of_training(scores, total_loss(terms), kept, 1.0 / loss_scale)
-                    param_grads[self.trained] = [_scaled(p.grad, 1.0 / loss_scale) for p in self.parameters]
-                heads = {name: self._head(name, known[name], param_grads.get(name)) for name in ("infonce", "hn")}
-                self._step = self._measured(batch, embeddings, initial_text, heads)
+                self._step = self._measured(opened)
         except Exception as error:
             self._fail("heads", error)
             return
         self._read("batch")
 
-    def _before_backward(
-        self, embeddings: Embeddings, alone: bool, margin_text: Tensor | None, replayed: bool
-    ) -> tuple[dict[str, Watched], dict[str, list[Tensor | None]]]:
-        """The objectives whose gradient the backward will not leave in ``.grad``: at the embeddings, and over the parameters."""
+    def _known(self, embeddings: Embeddings, observed: Observed, alone: bool) -> dict[str, Watched]:
+        """The objectives whose gradient the backward will not leave in ``.grad``, at the embeddings."""
         with self._timed("heads"):
-            known = {
-                name: self._evaluate(objective, embeddings, margin_text)
+            at = observed.candidates or embeddings
+            return {
+                name: self._evaluate(objective, at, observed.margin_text)
                 for name, objective in self.objectives.items()
                 if not (alone and name == self.trained)
             }
-        param_grads: dict[str, list[Tensor | None]] = {}
+
+    def _param_grads(
+        self, embeddings: Embeddings, observed: Observed, known: dict[str, Watched], ours: bool, replayed: bool
+    ) -> dict[str, list[Tensor | None]]:
+        """Their gradients over all parameters. In a loop that is not ours, the trained one's is read from ``.grad`` afterwards."""
+        if not self.needs("param_grads"):
+            return {}
         with self._timed("second backward"):
-            for name, watched in known.items():
-                if self.second_backward or name == self.trained:
-                    param_grads[name] = self._through_towers(embeddings, watched, replayed)
-        return known, param_grads
+            return {
+                name: self._through_towers(embeddings, watched, observed.rows, replayed)
+                for name, watched in known.items()
+                if (ours if name == self.trained else self.second_backward)
+            }
 
-    def _of_training(self, scores: Scores, loss: Tensor, kept: dict[str, Tensor], unscale: float) -> Watched:
-        """The trained objective from what its own backward passed by."""
-        return Watched(
-            scores=_detached(scores),
-            loss=loss.detach(),
-            logit_grad=kept["logits"] * unscale,
-            image_grad=kept["image"] * unscale,
-            text_grad=kept["text"] * unscale,
-            scale_grad=None,
-        )
-
-    def _measured(self, batch: Batch, embeddings: Embeddings, initial_text: Tensor | None, heads: dict[str, Head]) -> Step:
+    def _measured(self, opened: _Open) -> Step:
+        """The step as the quantities see it, from what was known before the backward and what passed by during it."""
+        known, grads, unscale = dict(opened.known), dict(opened.param_grads), opened.unscale
+        silent = sorted(opened.watched - set(opened.kept))
+        if silent:
+            raise RuntimeError(f"no gradient passed by at {', '.join(silent)}: the hook is dead, or the loss does not reach them")
+        if self.trained and self.trained not in known:
+            scores = opened.terms[0].scores
+            assert scores is not None
+            known[self.trained] = _of_training(scores, total_loss(opened.terms), opened.kept, unscale)
+        if self.needs("param_grads") and self.trained in known and self.trained not in grads and (opened.fresh or opened.terms):
+            grads[self.trained] = [_scaled(p.grad, unscale) for p in self.parameters]
+        at = opened.observed.candidates or opened.embeddings
         return Step(
             index=self._index,
             samples=self._samples,
-            batch=batch,
             embeddings=replace(
-                embeddings,
-                image=embeddings.image.detach(),
-                text=embeddings.text.detach(),
-                scale=embeddings.scale.detach(),
+                at,
+                image=at.image.detach(),
+                text=at.text.detach(),
+                scale=at.scale.detach(),
                 image_tokens=None,
                 text_tokens=None,
             ),
-            initial_text=initial_text,
-            heads=heads,
+            captions=opened.observed.captions,
+            token_ids=opened.observed.token_ids,
+            lengths=opened.observed.lengths,
+            initial_text=opened.observed.initial_text,
+            heads={name: self._head(name, known[name], grads.get(name)) for name in self.objectives},
             names=self.names,
             parameters=self.parameters,
-            structural_rows=self.encoder.structural_rows(batch),
+            structural_rows=self._structural(opened.observed.token_ids),
             scale_max=self.scale_max,
             optimizer=self.optimizer,
+            passed={name: opened.kept[name] * unscale for name in ROWS if name in opened.kept},
+            rows=opened.observed.rows,
         )
+
+    def _structural(self, token_ids: Tensor | None) -> Mapping[str, Tensor]:
+        return {} if token_ids is None or self.structural is None else self.structural(token_ids)
 
     def replaying(self, embeddings: Embeddings, rows: slice) -> None:
         """Cached accumulation: called with the live embeddings of each replayed micro-batch before their backward."""
-        if not self._replayed:
+        if not self._replayed or self._opened is None:
             return
         try:
             with self._timed("second backward"):
                 for name, total in self._replayed.items():
-                    watched = self._pending[name]
+                    watched = self._opened.known[name]
                     grads = torch.autograd.grad(
                         [embeddings.image, embeddings.text],
                         self.parameters,
@@ -253,14 +355,16 @@ class Probe:
             scale_grad=scale_grad,
         )
 
-    def _through_towers(self, embeddings: Embeddings, watched: Watched, replayed: bool) -> list[Tensor | None]:
+    def _through_towers(self, embeddings: Embeddings, watched: Watched, rows: slice, replayed: bool) -> list[Tensor | None]:
         """The gradient over all parameters that belongs to a gradient at the embeddings; ``.grad`` is left alone.
 
-        It passes fp16 towers under a factor of its own, since the loss scale suits the trained objective's size only.
+        ``rows`` of that gradient are those of ``embeddings``. It passes fp16 towers under a factor of its own, since the loss scale
+        suits the trained objective's size only.
         """
         outputs, grads = [], []
         if not replayed:
-            outputs, grads = [embeddings.image, embeddings.text], [watched.image_grad, watched.text_grad]
+            outputs, grads = [embeddings.image, embeddings.text], [watched.image_grad[rows], watched.text_grad[rows]]
+            grads = [gradient.to(rows_.dtype) for gradient, rows_ in zip(grads, outputs, strict=True)]
         if embeddings.scale.requires_grad:
             assert watched.scale_grad is not None
             outputs, grads = [*outputs, embeddings.scale], [*grads, watched.scale_grad]
@@ -295,16 +399,20 @@ class Probe:
 
     # ---- phases "step" and "update"
 
-    def accumulated(self, micro_losses: Sequence[Tensor]) -> None:
-        """After the last backward: ``.grad`` holds the averaged, unscaled gradient and is not yet clipped."""
+    def accumulated(self, micro_losses: Sequence[Tensor], unscale: Tensor | float = 1.0) -> None:
+        """After the last backward: ``.grad`` holds the averaged gradient, to be multiplied by ``unscale``, and is not yet clipped."""
         if self._step is None:
             return
-        with self._timed("update"):
-            before = [p.detach().clone() for p in self.parameters]
+        before = None
+        if self.needs("before"):
+            with self._timed("update"):
+                before = [p.detach().clone() for p in self.parameters]
         self._step = replace(
             self._step,
-            accumulated=[p.grad for p in self.parameters],
-            micro_losses=torch.stack([loss.detach() for loss in micro_losses]),
+            accumulated=[None if p.grad is None else local(p.grad) for p in self.parameters],
+            unscale=unscale,
+            sharded=any(is_sharded(p) for p in self.parameters),
+            micro_losses=torch.stack([loss.detach() for loss in micro_losses]) if micro_losses else None,
             before=before,
         )
         self._read("step")
@@ -370,9 +478,11 @@ def to_rows(readings: Sequence[Reading], index: int, stamps: str) -> list[dict[s
     return rows
 
 
-def all_quantities() -> dict[str, Quantity]:
-    """Every registered quantity with its defaults."""
-    return {name: component() for name, component in quantities}
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put in front, so that curves continue across modes."""
+    for prefix in ("module.", "_orig_mod."):
+        name = name.replace(prefix, "")
+    return name
 
 
 def _keep(kept: dict[str, Tensor], name: str, tensor: Tensor) -> Any:
@@ -382,13 +492,25 @@ def _keep(kept: dict[str, Tensor], name: str, tensor: Tensor) -> Any:
     return tensor.register_hook(hook)
 
 
+def _of_training(scores: Scores, loss: Tensor, kept: dict[str, Tensor], unscale: Tensor | float) -> Watched:
+    """The trained objective from what its own backward passed by."""
+    return Watched(
+        scores=_detached(scores),
+        loss=loss.detach(),
+        logit_grad=kept["logits"] * unscale,
+        image_grad=kept["image"] * unscale,
+        text_grad=kept["text"] * unscale,
+        scale_grad=None,
+    )
+
+
 def _detached(scores: Scores) -> Scores:
     margin = None if scores.margin is None else scores.margin.detach()
     return Scores(cosine=scores.cosine.detach(), margin=margin, logits=scores.logits.detach(), scale=scores.scale.detach())
 
 
-def _scaled(gradient: Tensor | None, factor: float) -> Tensor | None:
-    return gradient if gradient is None or factor == 1.0 else gradient * factor
+def _scaled(gradient: Tensor | None, factor: Tensor | float) -> Tensor | None:
+    return gradient if gradient is None or (isinstance(factor, float) and factor == 1.0) else gradient * factor
 
 
 def _fp16_factor(gradients: Sequence[Tensor]) -> Tensor:

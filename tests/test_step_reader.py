@@ -11,26 +11,26 @@ from typing import ClassVar
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import Toy, readings, toy_batch, toy_probe
+from toy import Toy, readings, toy_batch, toy_reader
 
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.objectives.hn import HN
 from gradscope.optim import make_optimizer
 from gradscope.recipe import resolve
-from gradscope.train import make_framework, make_probe
+from gradscope.train import make_framework, make_reader
 from gradscope.types import Reading, Scores, Step
 
 
 def train(steps: int, *, probed: bool, trained: str, every: int = 1) -> Toy:
     encoder = Toy(scale=100.0)
-    probe = toy_probe(encoder, trained)
-    probe.every = every
+    reader = toy_reader(encoder, trained)
+    reader.every = every
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-2)
-    probe.optimizer = optimizer
-    framework = Clip(objective=probe.objectives[trained])
+    reader.optimizer = optimizer
+    framework = Clip(objective=reader.objectives[trained])
     for index in range(1, steps + 1):
         optimizer.zero_grad(set_to_none=True)
-        probe.begin(index, 0)
+        reader.begin(index, 0)
         losses = []
         for micro in range(2):
             batch = toy_batch(6, 10 * index + micro)
@@ -38,17 +38,17 @@ def train(steps: int, *, probed: bool, trained: str, every: int = 1) -> Toy:
             terms = framework(embeddings)
             total = total_loss(terms)
             if probed:
-                with probe.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
+                with reader.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
                     total.backward()
             else:
                 total.backward()
             losses.append(total.detach())
         if probed:
-            probe.accumulated(losses)
+            reader.accumulated(losses)
         optimizer.step()
         if probed:
-            probe.updated()
-            assert bool(probe.flush()) == ((index - 1) % every == 0)
+            reader.updated()
+            assert bool(reader.flush()) == ((index - 1) % every == 0)
     return encoder
 
 
@@ -66,19 +66,19 @@ def test_weights_are_bit_identical_with_and_without_the_probe(trained: str, ever
 def test_both_heads_equal_float64_autograd(trained: str) -> None:
     encoder = Toy(scale=20.0)
     batch = toy_batch(7, 2)
-    probe = toy_probe(encoder, trained)
-    framework = Clip(objective=probe.objectives[trained])
-    probe.begin(1, 0)
+    reader = toy_reader(encoder, trained)
+    framework = Clip(objective=reader.objectives[trained])
+    reader.begin(1, 0)
     embeddings = encoder.embed(batch)
     terms = framework(embeddings)
-    with probe.watching(batch, embeddings, terms):
+    with reader.watching(batch, embeddings, terms):
         total_loss(terms).backward()
-    step = probe._step
+    step = reader._step
     assert step is not None
     exact = copy.deepcopy(encoder).double()
     wide = copy.copy(batch)
     object.__setattr__(wide, "images", {"full": batch.images["full"].double()})
-    for name, objective in probe.objectives.items():
+    for name, objective in reader.objectives.items():
         e = exact.embed(wide)
         scores = objective.scores(e.image, e.text, e.scale)
         target = torch.arange(7)
@@ -98,34 +98,34 @@ def test_both_heads_equal_float64_autograd(trained: str) -> None:
 
 def test_the_measured_batch_is_the_first_micro_batch() -> None:
     encoder = Toy()
-    probe = toy_probe(encoder)
-    probe.begin(1, 0)
+    reader = toy_reader(encoder)
+    reader.begin(1, 0)
     first = None
     for micro in range(3):
         batch = toy_batch(5, micro)
         embeddings = encoder.embed(batch)
         terms = Clip()(embeddings)
         first = embeddings.image.detach().clone() if first is None else first
-        with probe.watching(batch, embeddings, terms):
+        with reader.watching(batch, embeddings, terms):
             total_loss(terms).backward()
-    assert probe._step is not None
-    assert torch.equal(probe._step.embeddings.image, first)
+    assert reader._step is not None
+    assert torch.equal(reader._step.embeddings.image, first)
 
 
 def test_hooks_are_gone_and_nothing_is_kept() -> None:
     encoder = Toy()
-    probe = toy_probe(encoder)
-    probe.begin(1, 0)
+    reader = toy_reader(encoder)
+    reader.begin(1, 0)
     batch = toy_batch(5, 0)
     embeddings = encoder.embed(batch)
     terms = Clip()(embeddings)
-    with probe.watching(batch, embeddings, terms):
+    with reader.watching(batch, embeddings, terms):
         total_loss(terms).backward()
     assert not embeddings.image._backward_hooks
     assert terms[0].scores is not None
     assert not terms[0].scores.logits._backward_hooks
     alive = weakref.ref(terms[0].scores.logits)
-    probe.flush()
+    reader.flush()
     del terms, embeddings
     gc.collect()
     assert alive() is None
@@ -133,11 +133,11 @@ def test_hooks_are_gone_and_nothing_is_kept() -> None:
 
 def test_hooks_are_gone_when_the_backward_fails() -> None:
     encoder = Toy()
-    probe = toy_probe(encoder)
-    probe.begin(1, 0)
+    reader = toy_reader(encoder)
+    reader.begin(1, 0)
     embeddings = encoder.embed(toy_batch(4, 0))
     terms = Clip()(embeddings)
-    with pytest.raises(RuntimeError, match="on purpose"), probe.watching(toy_batch(4, 0), embeddings, terms):
+    with pytest.raises(RuntimeError, match="on purpose"), reader.watching(toy_batch(4, 0), embeddings, terms):
         raise RuntimeError("on purpose")
     assert not embeddings.image._backward_hooks
 
@@ -162,25 +162,25 @@ class Syncs(TorchDispatchMode):
 
 def test_quantities_never_wait_for_the_device() -> None:
     encoder = Toy()
-    probe = toy_probe(encoder)
+    reader = toy_reader(encoder)
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-2)
-    probe.optimizer = optimizer
+    reader.optimizer = optimizer
     for index in (1, 2):
         optimizer.zero_grad(set_to_none=True)
-        probe.begin(index, 0)
+        reader.begin(index, 0)
         batch = toy_batch(5, index)
         embeddings = encoder.embed(batch)
         terms = Clip()(embeddings)
         with Syncs() as syncs:
-            with probe.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
+            with reader.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
                 total_loss(terms).backward()
-            probe.accumulated([total_loss(terms)])
+            reader.accumulated([total_loss(terms)])
         optimizer.step()
         with syncs:
-            probe.updated()
+            reader.updated()
         assert syncs.seen == []
-        assert not probe.failures
-        probe.flush()
+        assert not reader.failures
+        reader.flush()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,31 +193,31 @@ class Broken:
 
 def test_a_failing_quantity_is_recorded_and_training_goes_on() -> None:
     encoder = Toy()
-    probe = toy_probe(encoder)
-    probe.quantities = {"broken": Broken(), **probe.quantities}
-    probe.begin(1, 0)
+    reader = toy_reader(encoder)
+    reader.quantities = {"broken": Broken(), **reader.quantities}
+    reader.begin(1, 0)
     embeddings = encoder.embed(toy_batch(4, 0))
     terms = Clip()(embeddings)
-    with probe.watching(toy_batch(4, 0), embeddings, terms):
+    with reader.watching(toy_batch(4, 0), embeddings, terms):
         total_loss(terms).backward()
-    values = readings(probe)
+    values = readings(reader)
     assert values["broken", "", "failed"] == 1
     assert ("loss", "infonce", "true") in values
-    assert "broken on purpose" in probe.failures[0]
+    assert "broken on purpose" in reader.failures[0]
 
 
 def test_without_the_second_backward_the_pair_is_not_measured_and_nothing_else_changes() -> None:
     encoder = Toy()
-    full, cheap = toy_probe(encoder), toy_probe(encoder, second_backward=False)
+    full, cheap = toy_reader(encoder), toy_reader(encoder, second_backward=False)
     results = []
-    for probe in (full, cheap):
+    for reader in (full, cheap):
         encoder.zero_grad(set_to_none=True)
-        probe.begin(1, 0)
+        reader.begin(1, 0)
         embeddings = encoder.embed(toy_batch(6, 1))
         terms = Clip()(embeddings)
-        with probe.watching(toy_batch(6, 1), embeddings, terms):
+        with reader.watching(toy_batch(6, 1), embeddings, terms):
             total_loss(terms).backward()
-        results.append(readings(probe))
+        results.append(readings(reader))
     a, b = results
     assert ("gradient", "pair", "ratio") in a
     assert ("gradient", "pair", "ratio") not in b
@@ -230,13 +230,13 @@ def test_loss_scale_is_taken_out() -> None:
     norms = []
     for loss_scale in (1.0, 65536.0):
         encoder.zero_grad(set_to_none=True)
-        probe = toy_probe(encoder)
-        probe.begin(1, 0)
+        reader = toy_reader(encoder)
+        reader.begin(1, 0)
         embeddings = encoder.embed(toy_batch(6, 1))
         terms = Clip()(embeddings)
-        with probe.watching(toy_batch(6, 1), embeddings, terms, loss_scale=loss_scale):
+        with reader.watching(toy_batch(6, 1), embeddings, terms, loss_scale=loss_scale):
             (total_loss(terms) * loss_scale).backward()
-        norms.append(readings(probe)["gradient", "infonce", "norm"])
+        norms.append(readings(reader)["gradient", "infonce", "norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
@@ -244,9 +244,9 @@ def test_loss_scale_is_taken_out() -> None:
 def test_a_fixed_scale_is_not_read_against_the_clamp(scale: str, limit: float | None) -> None:
     recipe = resolve({"train": {"scale": scale}, "probe": {"log_grads": True}}, {})
     encoder = Toy()
-    probe = make_probe(recipe, encoder, make_framework(recipe), make_optimizer(encoder, recipe.train))  # type: ignore[arg-type]
-    assert probe is not None
-    assert probe.scale_max == limit
+    reader = make_reader(recipe, encoder, make_framework(recipe), make_optimizer(encoder, recipe.train))  # type: ignore[arg-type]
+    assert reader is not None
+    assert reader.scale_max == limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,40 +258,40 @@ class BrokenHN(HN):
 @pytest.mark.parametrize("part", ["before", "after"])
 def test_training_goes_on_when_the_probe_itself_fails(part: str) -> None:
     encoder, twin = Toy(), Toy()
-    probe = toy_probe(encoder)
+    reader = toy_reader(encoder)
     if part == "before":
-        probe.objectives["hn"] = BrokenHN()
+        reader.objectives["hn"] = BrokenHN()
     else:
-        encoder.structural_rows = lambda batch: {}[0]  # type: ignore[assignment, method-assign]
-    probe.begin(1, 0)
+        reader.structural = lambda ids: {}[0]
+    reader.begin(1, 0)
     for seed in (0, 1):  # the second micro-batch must not be taken for the measured one
         embeddings = encoder.embed(toy_batch(4, seed))
         terms = Clip()(embeddings)
-        with probe.watching(toy_batch(4, seed), embeddings, terms):
+        with reader.watching(toy_batch(4, seed), embeddings, terms):
             total_loss(terms).backward()
         assert not embeddings.image._backward_hooks
         total_loss(Clip()(twin.embed(toy_batch(4, seed)))).backward()
-    probe.accumulated([torch.zeros(())])
-    probe.updated()
+    reader.accumulated([torch.zeros(())])
+    reader.updated()
     assert [p.grad.tolist() for p in encoder.parameters()] == [p.grad.tolist() for p in twin.parameters()]  # type: ignore[union-attr]
-    assert len(probe.failures) == 1
-    rows = {(quantity, key): value for (quantity, _, key), value in readings(probe).items() if quantity != "probe"}
+    assert len(reader.failures) == 1
+    rows = {(quantity, key): value for (quantity, _, key), value in readings(reader).items() if quantity != "probe"}
     assert rows == {("heads", "failed"): 1}
 
 
 def test_a_replay_that_fails_leaves_the_gradient_unmeasured() -> None:
     encoder = Toy()
-    probe = toy_probe(encoder)
-    probe.begin(1, 0)
+    reader = toy_reader(encoder)
+    reader.begin(1, 0)
     batch = toy_batch(4, 0)
     live = encoder.embed(batch)
     leaves = replace(live, image=live.image.detach().requires_grad_(), text=live.text.detach().requires_grad_())
     terms = Clip()(leaves)
-    with probe.watching(batch, leaves, terms, replayed=True):
+    with reader.watching(batch, leaves, terms, replayed=True):
         total_loss(terms).backward()
-        probe.replaying(replace(live, image=live.image.detach(), text=live.text.detach()), slice(0, 4))  # no graph: raises
-    assert len(probe.failures) == 1
-    values = readings(probe)
+        reader.replaying(replace(live, image=live.image.detach(), text=live.text.detach()), slice(0, 4))  # no graph: raises
+    assert len(reader.failures) == 1
+    values = readings(reader)
     assert values["second backward", "", "failed"] == 1
     assert ("gradient", "hn", "norm") not in values
     assert ("loss", "hn", "true") in values
