@@ -30,11 +30,12 @@ from torch.optim import Optimizer
 
 from gradscope.distributed import is_sharded, local
 from gradscope.frameworks.clip import total_loss
+from gradscope.metrics.softmax import per_direction
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
-from gradscope.objectives.scores import LOSS_FORMS, symmetric_loss
+from gradscope.objectives.scores import LOSS_FORMS, directed_loss
 from gradscope.optim import trainable
-from gradscope.types import Batch, Embeddings, Head, Reading, Scores, Step, Term
+from gradscope.types import DIRECTIONS, Batch, Embeddings, Head, Reading, Scores, Step, Term
 
 Objective = InfoNCE | HN
 Quantity = Callable[[Step], list[Reading]]
@@ -101,6 +102,7 @@ class StepReader:
         every: probe steps 1, 1 + every, 1 + 2 every, ... May be changed between steps.
         second_backward: whether an objective that is not trained gets its full-parameter gradient (one more backward pass each).
         structural: token ids [N, L] -> parameter name -> bool [rows] that these ids cannot reach.
+        directions: those the loss averages over.
         loss_form: how training computes its loss; the readings use the same.
         scale_max: the clamp of the scale, or None.
         half: whether the towers run in fp16, so that the second backward needs a factor of its own.
@@ -113,6 +115,7 @@ class StepReader:
     every: int
     second_backward: bool = True
     structural: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    directions: tuple[str, ...] = DIRECTIONS
     loss_form: str = "plain"
     scale_max: float | None = None
     half: bool = False
@@ -344,7 +347,7 @@ class StepReader:
         with torch.enable_grad():
             image, text, scale = (t.detach().requires_grad_() for t in (embeddings.image, embeddings.text, embeddings.scale))
             scores = objective.scores(image, text, scale, margin_text)
-            loss = symmetric_loss(scores, self.loss_form).mean()
+            loss = directed_loss(scores, self.directions, self.loss_form).mean()
             logit_grad, image_grad, text_grad, scale_grad = torch.autograd.grad(loss, [scores.logits, image, text, scale])
         return Watched(
             scores=_detached(scores),
@@ -386,16 +389,17 @@ class StepReader:
             scores=watched.scores,
             loss=watched.loss,
             logit_grad=watched.logit_grad,
-            direction_grads={d: self._direction_grad(m) for d, m in (("i2t", logits), ("t2i", logits.T))},
+            direction_grads={d: self._direction_grad(m) for d, m in per_direction(logits, self.directions).items()},
             image_grad=watched.image_grad,
             text_grad=watched.text_grad,
             param_grads=param_grads,
+            directions=self.directions,
         )
 
     def _direction_grad(self, logits: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
-            return torch.autograd.grad(LOSS_FORMS[self.loss_form](leaf).mean() / 2, leaf)[0]
+            return torch.autograd.grad(LOSS_FORMS[self.loss_form](leaf).mean() / len(self.directions), leaf)[0]
 
     # ---- phases "step" and "update"
 

@@ -141,10 +141,11 @@ class Head:
     scores: Scores
     loss: Tensor  # [] fp32, batch mean over anchors and directions, as training computes it
     logit_grad: Tensor  # [N, N]
-    direction_grads: Mapping[str, Tensor]  # "i2t"/"t2i" -> [N, N], anchors in rows: that direction's half of the logit gradient
+    direction_grads: Mapping[str, Tensor]  # "i2t"/"t2i" -> [N, N], anchors in rows: that direction's part of the logit gradient
     image_grad: Tensor  # [N, D]
     text_grad: Tensor  # [N, D]
     param_grads: Sequence[Tensor | None] | None  # None: not measured (the probe's price tier leaves it out)
+    directions: tuple[str, ...] = DIRECTIONS  # those that the loss averages over; text encoders often train one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,18 +14,21 @@ the answer; and two tensors are needed to know whether the objective still teach
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradscope.types import DIRECTIONS
+
 #: Below this, log softplus(x) and x agree to the last bit of float64.
 _LINEAR_BELOW = -40.0
 
 
-def per_direction(matrix: Tensor) -> dict[str, Tensor]:
-    """The two readings of a square matrix [N, N] whose row is an image and whose column is a caption: anchors first."""
-    return {"i2t": matrix, "t2i": matrix.T}
+def per_direction(matrix: Tensor, directions: Sequence[str] = DIRECTIONS) -> dict[str, Tensor]:
+    """The readings of a square matrix [N, N] whose row is an image and whose column is a caption: anchors first."""
+    return {direction: matrix if direction == "i2t" else matrix.T for direction in directions}
 
 
 def negatives(matrix: Tensor) -> Tensor:
@@ -49,9 +52,9 @@ def residual(logits: Tensor) -> Tensor:
     return torch.sigmoid(log_odds(logits))
 
 
-def log10_batch_loss(logits: Tensor) -> Tensor:
-    """log10 of the batch-mean loss over anchors and both directions, [] float64; never meets a floor."""
-    x = torch.cat([log_odds(m) for m in per_direction(logits).values()])  # [2N]
+def log10_batch_loss(logits: Tensor, directions: Sequence[str] = DIRECTIONS) -> Tensor:
+    """log10 of the batch-mean loss over anchors and directions, [] float64; never meets a floor."""
+    x = torch.cat([log_odds(m) for m in per_direction(logits, directions).values()])  # [2N]
     return (torch.logsumexp(log_softplus(x), dim=0) - math.log(len(x))) / math.log(10.0)
 
 

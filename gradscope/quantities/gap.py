@@ -29,9 +29,9 @@ class Gap:
     def __call__(self, step: Step) -> list[Reading]:
         scores = step.heads["hn"].scores
         assert scores.margin is not None
-        with_margin = per_direction(scores.cosine + scores.margin)
+        with_margin = per_direction(scores.cosine + scores.margin, step.heads["hn"].directions)
         readings = []
-        for direction, cosines in per_direction(scores.cosine).items():
+        for direction, cosines in per_direction(scores.cosine, step.heads["hn"].directions).items():
             gap = _gap(cosines)
             beaten = _gap(with_margin[direction]) < 0
             values = {

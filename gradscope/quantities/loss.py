@@ -32,7 +32,7 @@ class Loss:
     def __call__(self, step: Step) -> list[Reading]:
         readings = []
         for name, head in step.heads.items():
-            log10 = log10_batch_loss(head.scores.logits)
+            log10 = log10_batch_loss(head.scores.logits, head.directions)
             width = head.scores.logits.shape[1]
             readings += [
                 Reading(quantity="loss", key="trained", term=name, value=head.loss, unit="nat"),

@@ -41,8 +41,8 @@ class Residual:
             for k in self.top:
                 uniform = min(k, width - 1) / (width - 1)
                 readings.append(self._reading(head, f"uniform_top{k}", uniform, "share"))
-            cosines = per_direction(head.scores.cosine)
-            for direction, logits in per_direction(head.scores.logits).items():
+            cosines = per_direction(head.scores.cosine, head.directions)
+            for direction, logits in per_direction(head.scores.logits, head.directions).items():
                 readings += self._direction(head, direction, logits, {"caption": captions, "logit": cosines[direction]})
         return readings
 

@@ -32,12 +32,12 @@ class Saturation:
     def __call__(self, step: Step) -> list[Reading]:
         readings = []
         for name, head in step.heads.items():
-            log10 = log10_batch_loss(head.scores.logits)
+            log10 = log10_batch_loss(head.scores.logits, head.directions)
             for threshold in THRESHOLDS:
                 # A nan loss is below nothing: the comparison alone would say "not saturated" of it.
                 below = (log10 < math.log10(float(threshold))).double() + 0.0 * log10.clamp(-1.0, 1.0)
                 readings.append(Reading(quantity="saturation", key=f"below_{threshold}", term=name, value=below, unit="0/1"))
-            for direction, logits in per_direction(head.scores.logits).items():
+            for direction, logits in per_direction(head.scores.logits, head.directions).items():
                 r = residual(logits)
                 share = (r < ROW_THRESHOLD).double().mean() + 0.0 * r.mean()
                 rows = effective_number(r)
