@@ -19,6 +19,7 @@ from gradscope.registry import unknown_name
 
 FRAMEWORKS = ("clip", "hn_clip")
 OBJECTIVES = ("infonce", "hn")
+READ_ONLY_OBJECTIVES = ("dcl", "hardness_weighted", "siglip")
 MARGINS = ("live", "frozen", "external", "fixed", "centred")
 LOSS_FORMS = ("plain", "residual")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -257,6 +258,11 @@ def check(recipe: Recipe) -> None:
     """Everything that can be refused before weights load. Raises ValueError."""
     objective, train, probe = recipe.objective, recipe.train, recipe.probe
     _one_of("--framework", objective.framework, FRAMEWORKS)
+    if objective.name in READ_ONLY_OBJECTIVES:
+        raise ValueError(
+            f"--objective {objective.name} can be read, not trained: see what it would do with `gradscope what-if`, or train one of "
+            f"{', '.join(OBJECTIVES)}"
+        )
     _one_of("--objective", objective.name, OBJECTIVES)
     if objective.name == "hn":
         _one_of("--margin", objective.margin, MARGINS)

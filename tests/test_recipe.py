@@ -186,7 +186,8 @@ def test_the_recipes_lists_are_the_components_there_are() -> None:
     from gradscope.objectives.margin import MARGINS
     from gradscope.objectives.scores import LOSS_FORMS
 
-    assert sorted(recipe.OBJECTIVES) == objectives.names()
+    assert sorted(recipe.OBJECTIVES) == [name for name, component in objectives if component.trainable]
+    assert sorted(recipe.READ_ONLY_OBJECTIVES) == [name for name, component in objectives if not component.trainable]
     assert sorted(recipe.FRAMEWORKS) == frameworks.names()
     assert recipe.MARGINS == MARGINS
     assert recipe.ON_BAD_IMAGE == ON_BAD_IMAGE

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from gradscope.objectives import objectives
 from gradscope.objectives.margin import margin_matrix
+from gradscope.objectives.objective import SoftmaxObjective
 from gradscope.objectives.scores import dense_scores
 from gradscope.types import Scores
 
 
 @objectives.register("hn")
 @dataclass(frozen=True, kw_only=True)
-class HN:
+class HN(SoftmaxObjective):
     """Hard negatives by caption similarity. With gamma 0 it equals ``InfoNCE``."""
 
     gamma: float = 0.5

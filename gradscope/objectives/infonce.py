@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradscope.objectives import objectives
+from gradscope.objectives.objective import SoftmaxObjective
 from gradscope.objectives.scores import dense_scores
 from gradscope.types import Scores
 
 
 @objectives.register("infonce")
 @dataclass(frozen=True, kw_only=True)
-class InfoNCE:
+class InfoNCE(SoftmaxObjective):
     """The plain contrastive objective."""
 
     name: str = "infonce"
