@@ -6,8 +6,8 @@
     loss_scale   the loss is multiplied by it before the backward pass, the gradients are divided by it (in float64) afterwards
 
 Zeros, lost pulls and row sums are counted on the raw tensors of that backward, before anything is divided. ``measure`` stops at the
-N x D embeddings: no tower, no parameter, seconds on a CPU. The form of the loss is a ``PairLoss``: ``softmax_loss(HN().scores)``, or
-any other that has scores and a loss per row. The truth is the float64 pass in residual form: plain cross-entropy in float64 loses the
+N x D embeddings: no tower, no parameter, seconds on a CPU. The form of the loss is a ``PairLoss``, which ``pair_loss`` makes of any
+objective. The truth is the float64 pass in residual form: plain cross-entropy in float64 loses the
 pull too, once the residual is under 1e-16.
 
 Source: paper facts, section 7.1 and 7.3; mixed precision with a loss scale: Micikevicius et al., 2018.
@@ -20,52 +20,80 @@ The order of the factors decides much in fp16: scale * (image @ text.T) keeps gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradscope.metrics.gradients import cosine, max_abs, squared_parts, true_norm
-from gradscope.metrics.softmax import log_odds, log_softplus, per_direction, residual
-from gradscope.objectives.scores import LOSS_FORMS, residual_rows
+from gradscope.objectives.objective import Objective, SoftmaxObjective
+from gradscope.objectives.scores import LOSS_FORMS, symmetric_loss
+from gradscope.registry import unknown_name
 from gradscope.types import Scores
 
 #: From exact to coarse. The half types go through torch.autocast.
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+#: Where the scale enters: after the product of the rows, as here, or before it, as in open_clip.
+ORDERS = ("scale last", "scale first")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss:
-    """A loss of two sets of paired rows, as functions of tensors; its batch value is the mean over anchors and directions of ``rows``.
+    """A loss of two sets of paired rows, as functions of tensors. Made by ``pair_loss`` of an objective.
 
     scores      image rows [N, D], text rows [N, D], scale [] -> Scores, differentiable
-    rows        logits [N, N], anchors in rows -> loss [N], differentiable, as training computes it
-    exact_rows  the same loss in the form that keeps its gradient longest in float64: what everything is held against; None: ``rows``
-    log_rows    logits -> natural log of the true loss per anchor, [N] float64, without a floor; None: the exact pass's loss is used
-    residual    logits -> what is left to learn per anchor, [N] float64 in 0..1; None: this loss has none
-    balanced    each row of the logit gradient sums to zero in exact arithmetic
+    loss        Scores -> loss per anchor [N], differentiable, as training computes it
+    exact_loss  the same loss in the form that keeps its gradient longest: what everything is held against, in float64
+    log10_loss  logits [N, N] -> log10 of the batch-mean loss, [] float64, without a floor
+    residual    logits [N, N] -> the pull that is left per anchor, [2N] float64
+    rows        logits, anchors in rows -> loss [N] of one direction, where the gradient of each row sums to zero; else None
     """
 
     scores: Callable[[Tensor, Tensor, Tensor], Scores]
-    rows: Callable[[Tensor], Tensor]
-    exact_rows: Callable[[Tensor], Tensor] | None = None
-    log_rows: Callable[[Tensor], Tensor] | None = None
-    residual: Callable[[Tensor], Tensor] | None = None
-    balanced: bool = False
+    loss: Callable[[Scores], Tensor]
+    exact_loss: Callable[[Scores], Tensor]
+    log10_loss: Callable[[Tensor], Tensor]
+    residual: Callable[[Tensor], Tensor]
+    rows: Callable[[Tensor], Tensor] | None
 
 
-def softmax_loss(scores: Callable[[Tensor, Tensor, Tensor], Scores], form: str = "plain") -> PairLoss:
-    """The loss of InfoNCE and of HN, whose ``scores`` method is what to give. ``form`` is one of ``LOSS_FORMS``."""
+def pair_loss(objective: Objective, form: str = "plain", order: str = "scale last") -> PairLoss:
+    """The loss path of an objective.
+
+    Args:
+        objective: any of ``gradscope.objectives``.
+        form: one of ``LOSS_FORMS``; other than "plain" only for a plain softmax (InfoNCE, HN).
+        order: one of ``ORDERS``: scale * (image @ text.T), or (scale * image) @ text.T as open_clip writes it.
+
+    Raises:
+        ValueError: unknown form or order, or a form that this objective does not have.
+    """
+    if form not in LOSS_FORMS:
+        raise ValueError(unknown_name("loss form", form, list(LOSS_FORMS)))
+    if order not in ORDERS:
+        raise ValueError(unknown_name("order", order, list(ORDERS)))
+    scores = objective.scores if order == "scale last" else partial(_scale_first, objective.scores)
+    plain = type(objective).loss is SoftmaxObjective.loss  # others form their loss in their own way
+    if not plain and form != "plain":
+        raise ValueError(f"the loss form '{form}' is for a plain softmax (infonce, hn); {type(objective).__name__} has one form only.")
     return PairLoss(
         scores=scores,
-        rows=LOSS_FORMS[form],
-        exact_rows=residual_rows,
-        log_rows=lambda logits: log_softplus(log_odds(logits)),
-        residual=residual,
-        balanced=True,
+        loss=partial(symmetric_loss, form=form) if plain else objective.loss,
+        exact_loss=partial(symmetric_loss, form="residual") if plain else objective.loss,
+        log10_loss=objective.log10_loss,
+        residual=objective.residual,
+        rows=LOSS_FORMS[form] if plain else None,
     )
+
+
+def _scale_first(scores: Callable[[Tensor, Tensor, Tensor], Scores], image: Tensor, text: Tensor, scale: Tensor) -> Scores:
+    """The same scores with the scale inside the product."""
+    made = scores(image, text, scale)
+    logits = (scale * image) @ text.T
+    return replace(made, logits=logits if made.margin is None else logits + scale * made.margin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +102,8 @@ class Pass:
 
     logits: Tensor  # [N, N] in the precision's own type
     loss: Tensor  # [] as printed: not multiplied by the loss scale
-    row_grads: Mapping[str, Tensor]  # "i2t"/"t2i" -> [N, N], anchors in rows: that direction's half of the logit gradient
+    logit_grad: Tensor  # [N, N]
+    row_grads: tuple[Tensor, ...]  # of each direction alone, anchors in rows, [N, N]; empty where the rows need not balance
     gradient: tuple[Tensor, Tensor]  # at image and text rows, [N, D] each
     loss_scale: float
 
@@ -87,8 +116,8 @@ class LossPath:
     residual         mean over both directions, from the very logits          gradient_norm    at the embeddings, float64, unscaled
     zero_share       exactly zero entries of both embedding gradients         zero_rows        rows that are zero throughout
     non_finite       share of entries that are inf or nan (the loss scale is too large)
-    pull_lost        share of anchors whose own cell of the logit gradient is exactly 0 while another of the row is not
-    row_sum          largest |row sum| / row absolute sum of the logit gradient: 0 in exact arithmetic; nan if not ``balanced``
+    pull_lost        share of pairs whose own cell of the logit gradient is exactly 0 while another of their row or column is not
+    row_sum          largest |row sum| / row absolute sum of one direction's logit gradient: 0 in exact arithmetic; nan without rows
     logit_rounding   largest |logit - its float64 value|, in logits
     gradient_error   |g - g64| / |g64| at the embeddings                      direction        cosine of g and g64, nan if one is 0
     """
@@ -133,15 +162,14 @@ def measure(
     """
     truth = exact or exact_pass(image, text, scale, objective)
     made = one_pass(image, text, scale, objective, precision=precision, loss_scale=loss_scale)
-    values = {**_loss_values(made, truth, objective), **_gradient_values(made, truth, objective)}
+    values = {**_loss_values(made, truth, objective), **_gradient_values(made, truth)}
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return LossPath(precision=precision, loss_scale=loss_scale, **dict(zip(values, numbers, strict=True)))
 
 
 def exact_pass(image: Tensor, text: Tensor, scale: Tensor | float, objective: PairLoss) -> Pass:
     """What every precision is held against: float64, in the form that loses nothing. Errors as ``measure``."""
-    best = replace(objective, rows=objective.exact_rows or objective.rows)
-    return one_pass(image, text, scale, best, precision="fp64")
+    return one_pass(image, text, scale, replace(objective, loss=objective.exact_loss), precision="fp64")
 
 
 def one_pass(
@@ -152,19 +180,26 @@ def one_pass(
     dtype = torch.float64 if precision == "fp64" else torch.float32
     half = _HALF.get(precision)
     with torch.enable_grad(), torch.autocast(image.device.type, half or torch.bfloat16, enabled=half is not None):
-        rows = [t.detach().to(dtype, copy=True).requires_grad_() for t in (image, text)]
-        logits = objective.scores(*rows, torch.as_tensor(scale, dtype=dtype, device=image.device).detach()).logits
-        loss = (objective.rows(logits).mean() + objective.rows(logits.T).mean()) / 2
-        gradient = torch.autograd.grad(loss * loss_scale, rows)
-        row_grads = {d: _row_grad(m, objective, loss_scale) for d, m in per_direction(logits.detach()).items()}
+        pair = [t.detach().to(dtype, copy=True).requires_grad_() for t in (image, text)]
+        scores = objective.scores(pair[0], pair[1], torch.as_tensor(scale, dtype=dtype, device=image.device).detach())
+        loss = objective.loss(scores).mean()
+        logit_grad, image_grad, text_grad = torch.autograd.grad(loss * loss_scale, [scores.logits, *pair])
+        logits = scores.logits.detach()
+        row_grads = () if objective.rows is None else tuple(_row_grad(m, objective.rows, loss_scale) for m in (logits, logits.T))
     return Pass(
-        logits=logits.detach(), loss=loss.detach(), row_grads=row_grads, gradient=(gradient[0], gradient[1]), loss_scale=loss_scale
+        logits=logits,
+        loss=loss.detach(),
+        logit_grad=logit_grad,
+        row_grads=row_grads,
+        gradient=(image_grad, text_grad),
+        loss_scale=loss_scale,
     )
 
 
-def lost_pulls(row_grad: Tensor) -> Tensor:
-    """Which anchors have an exactly zero own cell while another cell of their row is not zero: bool [N]."""
-    return (row_grad.diagonal() == 0) & (row_grad != 0).any(dim=1)
+def lost_pulls(logit_grad: Tensor) -> Tensor:
+    """Which pairs have an exactly zero own cell while another cell of their row or column is not zero: bool [N]."""
+    alive = logit_grad != 0
+    return ~alive.diagonal() & (alive.any(dim=1) | alive.any(dim=0))
 
 
 def row_sum_violation(row_grad: Tensor) -> Tensor:
@@ -180,37 +215,32 @@ def relative_error(gradient: Sequence[Tensor], exact: Sequence[Tensor]) -> Tenso
     return torch.stack([(o**2).sum() for o in off]).sum().sqrt() / squared_parts(exact, max_abs(exact)).sum().sqrt()
 
 
-def _row_grad(logits: Tensor, objective: PairLoss, loss_scale: float) -> Tensor:
+def _row_grad(logits: Tensor, rows: Callable[[Tensor], Tensor], loss_scale: float) -> Tensor:
     """One direction's half of the logit gradient, anchors in rows, raw: [N, N]."""
     leaf = logits.detach().clone().requires_grad_()
-    return torch.autograd.grad(objective.rows(leaf).mean() / 2 * loss_scale, leaf)[0]
+    return torch.autograd.grad(rows(leaf).mean() / 2 * loss_scale, leaf)[0]
 
 
 def _loss_values(made: Pass, truth: Pass, objective: PairLoss) -> dict[str, Tensor]:
-    sides = per_direction(made.logits.double()).values()
-    nan = torch.full((), math.nan, dtype=torch.float64, device=made.logits.device)
-    if objective.log_rows is None:
-        log10_true = truth.loss.log10()
-    else:
-        logs = torch.cat([objective.log_rows(m) for m in sides])  # [2N]
-        log10_true = (torch.logsumexp(logs, 0) - math.log(len(logs))) / math.log(10.0)
-    left = nan if objective.residual is None else torch.cat([objective.residual(m) for m in sides]).mean()
-    rounding = (made.logits.double() - truth.logits).abs().max()
-    return {"loss": made.loss, "log10_loss_true": log10_true, "residual": left, "logit_rounding": rounding}
+    return {
+        "loss": made.loss,
+        "log10_loss_true": objective.log10_loss(made.logits),
+        "residual": objective.residual(made.logits).mean(),
+        "logit_rounding": (made.logits.double() - truth.logits).abs().max(),
+    }
 
 
-def _gradient_values(made: Pass, truth: Pass, objective: PairLoss) -> dict[str, Tensor]:
+def _gradient_values(made: Pass, truth: Pass) -> dict[str, Tensor]:
     raw = torch.cat(made.gradient)  # [2N, D]
     unscaled = [g.double() / made.loss_scale for g in made.gradient]
-    row_grads = list(made.row_grads.values())
-    row_sum = torch.cat([row_sum_violation(g) for g in row_grads]).max()
+    nan = torch.full((), math.nan, dtype=torch.float64, device=raw.device)
     return {
         "gradient_norm": true_norm(unscaled),
         "zero_share": (raw == 0).double().mean(),
         "zero_rows": (raw == 0).all(dim=1).double().mean(),
         "non_finite": (~raw.isfinite()).double().mean(),
-        "pull_lost": torch.cat([lost_pulls(g) for g in row_grads]).double().mean(),
-        "row_sum": row_sum if objective.balanced else torch.full_like(row_sum, math.nan),
+        "pull_lost": lost_pulls(made.logit_grad).double().mean(),
+        "row_sum": torch.cat([row_sum_violation(g) for g in made.row_grads]).max() if made.row_grads else nan,
         "gradient_error": relative_error(unscaled, truth.gradient),
         "direction": cosine(unscaled, truth.gradient),
     }
