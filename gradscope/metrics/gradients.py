@@ -1,58 +1,118 @@
 """Norms, cosines and zero counts of a gradient that lives in many tensors, true over forty decades.
 
-A naive fp32 norm squares its entries: below 1e-23 each square is 0 and so is the norm. Here every tensor is divided by the largest
-magnitude of the whole gradient first and summed in float64. Source: paper facts, section 7.1 (ii).
+A naive fp32 norm squares its entries: below 1e-23 each square is 0 and so is the norm. Here squares are formed and summed in float64,
+where no square of an fp32 entry under- or overflows; entries that are float64 themselves are divided by the largest magnitude of the
+whole gradient first. Source: paper facts, section 7.1 (ii).
+Wide tensors are read in pieces that stay in the processor's cache: one pass over memory per statistic, and no copy of a tensor.
 How it can mislead: a norm says nothing about how many entries carry it; read it beside the zero shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from gradscope.distributed import largest, summed
+
 Gradient = Sequence[Tensor | None]
+
+#: Entries of a piece: 1 MiB of fp32. Below 2^24, so that a count of them is exact in fp32.
+PIECE = 2**18
 
 
 def present(gradient: Gradient) -> list[Tensor]:
     return [g for g in gradient if g is not None]
 
 
+def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The entries of a tensor as flat views of at most ``PIECE`` entries (copies, where its memory is not in order)."""
+    return tensor.detach().reshape(-1).split(PIECE)
+
+
 def max_abs(gradient: Gradient) -> Tensor:
     """The largest magnitude, [] of the gradient's dtype; nan if any entry is nan."""
-    return torch.stack([g.abs().max() for g in present(gradient)]).max()
+    ends = [g.detach().aminmax() for g in present(gradient) if g.numel()]  # a shard may be empty
+    if not ends:
+        return torch.zeros((), device=present(gradient)[0].device)
+    return torch.stack([torch.maximum(-low, high) for low, high in ends]).max()
 
 
 def squared_parts(gradient: Gradient, unit: Tensor) -> Tensor:
     """Per tensor, the sum of squares of g / unit, float64 [tensors]; 0 for absent ones. ``unit`` [] is ``max_abs`` (0 gives 0)."""
-    safe = torch.where(unit == 0, torch.ones_like(unit), unit)
+    safe = torch.where(unit == 0, torch.ones_like(unit), unit).double()
     zero = torch.zeros((), dtype=torch.float64, device=unit.device)
-    parts = [zero if g is None else torch.linalg.vector_norm(g / safe, dtype=torch.float64) ** 2 for g in gradient]
-    return torch.stack(parts)
+    return torch.stack([zero if g is None else _squares(g, safe) for g in gradient])
+
+
+def _squares(tensor: Tensor, unit: Tensor) -> Tensor:
+    if tensor.dtype == torch.float64:
+        return torch.stack([torch.linalg.vector_norm(piece / unit) for piece in pieces(tensor)]).square().sum()
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces(tensor)]
+    return (torch.stack(norms) / unit).square().sum()
+
+
+def _unit(gradient: Gradient) -> Tensor:
+    """What squares are formed in units of: 1, which costs nothing, unless a float64 entry could under- or overflow."""
+    if any(g.dtype == torch.float64 for g in present(gradient)):
+        return max_abs(gradient).double()
+    return torch.ones((), dtype=torch.float64, device=present(gradient)[0].device)
 
 
 def true_norm(gradient: Gradient) -> Tensor:
     """The Euclidean norm over all entries, [] float64."""
-    unit = max_abs(gradient)
-    return unit.double() * squared_parts(gradient, unit).sum().sqrt()
+    unit = _unit(gradient)
+    return unit * squared_parts(gradient, unit).sum().sqrt()
+
+
+def norm_over_ranks(gradient: Gradient, sharded: bool) -> Tensor:
+    """``true_norm``; where each rank holds a shard, of all shards together (then a collective: every rank must call it)."""
+    if not sharded:
+        return true_norm(gradient)
+    unit = largest(_unit(gradient))
+    return unit * summed(squared_parts(gradient, unit).sum()).sqrt()
+
+
+def agreement_and_factor(passed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cosine between two gradients by name, and the length of the first's projection on the second in units of the second's length.
+
+    Both [] float64; nan where the second is zero, the cosine also where the first is.
+    """
+    first, second = list(passed.values()), [own[name] for name in passed]
+    agreement = cosine(first, second)
+    return agreement, agreement * true_norm(first) / true_norm(second)
+
+
+def distance(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of first - second, formed in their dtype, [] float64; float64 entries are not rescaled."""
+    norms = [
+        torch.linalg.vector_norm(a - b, dtype=torch.float64)
+        for x, y in zip(first, second, strict=True)
+        for a, b in zip(pieces(x), pieces(y), strict=True)
+    ]
+    return torch.stack(norms).square().sum().sqrt()
 
 
 def naive_norm(gradient: Gradient) -> Tensor:
-    """What a plain fp32 square-and-sum gives, [] fp32: zero where every square underflows."""
-    return torch.stack([(g * g).sum() for g in present(gradient)]).sum().sqrt()
+    """What a plain square-and-sum in the gradient's dtype gives, []: zero where every square underflows."""
+    return torch.stack([torch.stack([torch.dot(p, p) for p in pieces(g)]).sum() for g in present(gradient)]).sum().sqrt()
 
 
 def cosine(first: Gradient, second: Gradient) -> Tensor:
     """Cosine between two gradients over the same parameters, [] float64; nan where either is zero."""
-    a, b = max_abs(first), max_abs(second)
-    dots = [
-        torch.dot((x / a).double().flatten(), (y / b).double().flatten())
-        for x, y in zip(first, second, strict=True)
-        if x is not None and y is not None
-    ]
+    a, b = _unit(first), _unit(second)
+    dots = [_dot(x, a, y, b) for x, y in zip(first, second, strict=True) if x is not None and y is not None]
     lengths = squared_parts(first, a).sum().sqrt() * squared_parts(second, b).sum().sqrt()
     return torch.stack(dots).sum() / lengths
+
+
+def _dot(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    both = zip(pieces(x), pieces(y), strict=True)
+    if torch.float64 in (x.dtype, y.dtype):
+        return torch.stack([torch.dot(p.double() / a, q.double() / b) for p, q in both]).sum()
+    return torch.stack([torch.dot(p.double(), q.double()) for p, q in both]).sum() / a / b
 
 
 def zero_counts(gradient: Gradient) -> Tensor:
@@ -60,3 +120,36 @@ def zero_counts(gradient: Gradient) -> Tensor:
     device = present(gradient)[0].device
     none = torch.zeros((), dtype=torch.int64, device=device)
     return torch.stack([none if g is None else g.numel() - torch.count_nonzero(g) for g in gradient])
+
+
+class Statistics:
+    """The statistics of one gradient, each formed when it is first asked for, and once.
+
+    ``unit`` [] is the largest magnitude, ``squares`` [tensors] the sums of squares in its units, ``zeros`` [tensors] counts.
+    """
+
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = list(gradient)
+
+    @cached_property
+    def unit(self) -> Tensor:
+        return max_abs(self.gradient)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        return squared_parts(self.gradient, self.unit)
+
+    @cached_property
+    def zeros(self) -> Tensor:
+        return zero_counts(self.gradient)
+
+    @property
+    def norm(self) -> Tensor:
+        """[] float64"""
+        return self.unit.double() * self.squares.sum().sqrt()
+
+
+def statistics(gradient: Gradient, memo: dict[object, Statistics]) -> Statistics:
+    """The statistics of a gradient; of the very tensors that ``memo`` knows, unchanged since, they are not formed again."""
+    key = tuple(None if g is None else (id(g), g._version) for g in gradient)
+    return memo.setdefault(key, Statistics(gradient))  # it keeps the tensors, so that no id comes to mean another
