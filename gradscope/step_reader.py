@@ -26,10 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from gradscope.distributed import is_sharded, local
 from gradscope.frameworks.clip import total_loss
+from gradscope.metrics.gradients import agreement_and_factor, norm_over_ranks
 from gradscope.metrics.softmax import per_direction
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
@@ -39,6 +41,9 @@ from gradscope.types import DIRECTIONS, Batch, Embeddings, Head, Reading, Scores
 
 Objective = InfoNCE | HN
 Quantity = Callable[[Step], list[Reading]]
+
+#: From this cosine on, the gradient that passed by at the embeddings is the objective's and a factor.
+SAME = 0.999
 
 #: What is watched while the backward of the measured batch runs.
 ROWS = ("image", "text")
@@ -106,6 +111,7 @@ class StepReader:
         loss_form: how training computes its loss; the readings use the same.
         scale_max: the clamp of the scale, or None.
         half: whether the towers run in fp16, so that the second backward needs a factor of its own.
+        normalise: whether the embeddings it is given are not unit rows yet, so that the loss divides them by their length.
     """
 
     model: nn.Module
@@ -119,6 +125,7 @@ class StepReader:
     loss_form: str = "plain"
     scale_max: float | None = None
     half: bool = False
+    normalise: bool = False
     optimizer: Optimizer | None = None
     stamps: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -292,16 +299,16 @@ class StepReader:
             assert scores is not None
             known[self.trained] = _of_training(scores, total_loss(opened.terms), opened.kept, unscale)
         if self.needs("param_grads") and self.trained in known and self.trained not in grads and (opened.fresh or opened.terms):
-            grads[self.trained] = [_scaled(p.grad, unscale) for p in self.parameters]
+            grads[self.trained] = [_scaled(p.grad, self._grad_factor(opened, known[self.trained])) for p in self.parameters]
         at = opened.observed.candidates or opened.embeddings
         return Step(
             index=self._index,
             samples=self._samples,
             embeddings=replace(
                 at,
-                image=at.image.detach(),
-                text=at.text.detach(),
-                scale=at.scale.detach(),
+                image=self._unit(_leaf(at.image)).detach(),
+                text=self._unit(_leaf(at.text)).detach(),
+                scale=_leaf(at.scale).detach(),
                 image_tokens=None,
                 text_tokens=None,
             ),
@@ -318,6 +325,22 @@ class StepReader:
             passed={name: opened.kept[name] * unscale for name in ROWS if name in opened.kept},
             rows=opened.observed.rows,
         )
+
+    def _grad_factor(self, opened: _Open, watched: Watched) -> Tensor | float:
+        """What ``.grad`` must be multiplied by to be the gradient of the trained objective's mean loss on this batch.
+
+        Our loop divides by the micro-batches after the last one. Others divide the loss of each, which shows at the embeddings as a
+        common factor: it is taken out where the direction there agrees, i.e. where nothing else is trained beside the objective.
+        """
+        if opened.terms:
+            return opened.unscale
+        passed = {name: opened.kept[name] * opened.unscale for name in ROWS if name in opened.kept}
+        own = {"image": watched.image_grad, "text": watched.text_grad}
+        agreement, factor = agreement_and_factor(passed, {name: own[name][opened.observed.rows] for name in passed})
+        return opened.unscale / torch.where(agreement > SAME, factor, torch.ones_like(factor)).float()
+
+    def _unit(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=1) if self.normalise else rows
 
     def _structural(self, token_ids: Tensor | None) -> Mapping[str, Tensor]:
         return {} if token_ids is None or self.structural is None else self.structural(token_ids)
@@ -345,8 +368,8 @@ class StepReader:
     def _evaluate(self, objective: Objective, embeddings: Embeddings, margin_text: Tensor | None) -> Watched:
         """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
         with torch.enable_grad():
-            image, text, scale = (t.detach().requires_grad_() for t in (embeddings.image, embeddings.text, embeddings.scale))
-            scores = objective.scores(image, text, scale, margin_text)
+            image, text, scale = (_leaf(t) for t in (embeddings.image, embeddings.text, embeddings.scale))
+            scores = objective.scores(self._unit(image), self._unit(text), scale, margin_text)
             loss = directed_loss(scores, self.directions, self.loss_form).mean()
             logit_grad, image_grad, text_grad, scale_grad = torch.autograd.grad(loss, [scores.logits, image, text, scale])
         return Watched(
@@ -421,6 +444,15 @@ class StepReader:
         )
         self._read("step")
 
+    def backward_ended(self, unscale: Tensor | float = 1.0) -> None:
+        """After each backward of a loop that is not ours: the norm of ``.grad``, since the loop may clip before we see it again."""
+        if self._step is None:
+            return
+        with self._timed("accumulation"), torch.no_grad():
+            grads = [local(p.grad) for p in self.parameters if p.grad is not None]
+            norm = norm_over_ranks(grads, any(is_sharded(p) for p in self.parameters)) * unscale if grads else None
+            self._step = replace(self._step, norm_before_clipping=norm)
+
     def updated(self, skipped: bool = False) -> None:
         """After the optimizer's step; a step that mixed precision skipped has no update to read."""
         if self._step is not None and not skipped:
@@ -487,6 +519,12 @@ def plain_name(name: str) -> str:
     for prefix in ("module.", "_orig_mod."):
         name = name.replace(prefix, "")
     return name
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A copy outside every graph, in fp32 or wider, that takes a gradient."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).requires_grad_()
 
 
 def _keep(kept: dict[str, Tensor], name: str, tensor: Tensor) -> Any:

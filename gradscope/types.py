@@ -177,6 +177,7 @@ class Step:
     )  # which rows of the embeddings are this rank's, and so have a gradient in ``passed``
     accumulated: Sequence[Tensor | None] | None = None  # on this rank: its shard, where parameters are sharded
     unscale: Tensor | float = 1.0  # what ``accumulated`` must still be multiplied by (a fused optimizer unscales in its own step)
+    norm_before_clipping: Tensor | None = None  # [] where ``accumulated`` may have been clipped already (a loop that is not ours)
     sharded: bool = False  # sums over ``accumulated`` must be added over ranks
     micro_losses: Tensor | None = None  # [micro-batches]
     before: Sequence[Tensor] | None = None

@@ -1,9 +1,11 @@
-"""The step as a whole: what its micro-batches add up to, before clipping.
+"""The step as a whole: what its micro-batches add up to.
 
-    mean_loss                     mean over micro-batches of the total loss, as trained (nat)
-    norm, log10_norm              of the averaged gradient over all parameters: what the optimizer is handed (before clipping)
-    entries_zero                  share of exactly zero entries of that gradient
+    mean_loss             mean over micro-batches of the total loss, as trained (nat); no reading where the loop does not hand it over
+    norm, log10_norm      of the averaged gradient over all parameters, before clipping
+    norm_clipped          of what the optimizer was handed; a reading only in a loop that is not ours and may have clipped by then
+    entries_zero          share of exactly zero entries of the gradient that the optimizer was handed
 
+Averaged over ranks under DDP; under FSDP each rank counts its shard and the sums are added. Gradients are unscaled.
 How it can mislead: with narrow accumulation this is an average of small softmaxes, not the gradient of one wide softmax.
 """
 
@@ -12,7 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradscope.metrics.gradients import present, true_norm, zero_counts
+import torch
+from torch import Tensor
+
+from gradscope.distributed import summed
+from gradscope.metrics.gradients import norm_over_ranks, present, zero_counts
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
@@ -25,13 +31,24 @@ class Accumulation:
 
     def __call__(self, step: Step) -> list[Reading]:
         assert step.accumulated is not None
-        assert step.micro_losses is not None
-        norm = true_norm(step.accumulated)
-        entries = sum(g.numel() for g in present(step.accumulated))
-        zero = zero_counts(step.accumulated).sum().double() / entries
-        return [
-            Reading(quantity="accumulation", key="mean_loss", term="total", value=step.micro_losses.double().mean(), unit="nat"),
-            Reading(quantity="accumulation", key="norm", term="total", value=norm, unit="nat / weight"),
-            Reading(quantity="accumulation", key="log10_norm", term="total", value=norm.log10(), unit="log10"),
-            Reading(quantity="accumulation", key="entries_zero", term="total", value=zero, unit="share"),
-        ]
+        handed = norm_over_ranks(step.accumulated, step.sharded) * step.unscale
+        norm = handed if step.norm_before_clipping is None else step.norm_before_clipping
+        values = {
+            "norm": (norm, "nat / weight"),
+            "log10_norm": (norm.log10(), "log10"),
+            "entries_zero": (_zero_share(step), "share"),
+        }
+        if step.micro_losses is not None:
+            values["mean_loss"] = (step.micro_losses.double().mean(), "nat")
+        if step.norm_before_clipping is not None:
+            values["norm_clipped"] = (handed, "nat / weight")
+        return [Reading(quantity="accumulation", key=key, term="total", value=v, unit=unit) for key, (v, unit) in values.items()]
+
+
+def _zero_share(step: Step) -> Tensor:
+    assert step.accumulated is not None
+    zeros = zero_counts(step.accumulated).sum().double()
+    entries = torch.full_like(zeros, float(sum(g.numel() for g in present(step.accumulated))))
+    both = torch.stack([zeros, entries])
+    both = summed(both) if step.sharded else both
+    return both[0] / both[1]
