@@ -82,7 +82,7 @@ def pair_loss(objective: Objective, form: str = "plain", order: str = "scale las
     return PairLoss(
         scores=scores,
         loss=partial(symmetric_loss, form=form) if plain else objective.loss,
-        exact_loss=partial(symmetric_loss, form="residual") if plain else objective.loss,
+        exact_loss=objective.exact_loss,
         log10_loss=objective.log10_loss,
         residual=objective.residual,
         rows=LOSS_FORMS[form] if plain else None,
@@ -162,9 +162,14 @@ def measure(
     """
     truth = exact or exact_pass(image, text, scale, objective)
     made = one_pass(image, text, scale, objective, precision=precision, loss_scale=loss_scale)
+    return compared(made, truth, objective, precision=precision)
+
+
+def compared(made: Pass, truth: Pass, objective: PairLoss, *, precision: str) -> LossPath:
+    """What ``measure`` answers, from two passes that are at hand: ``made`` in ``precision``, ``truth`` by ``exact_pass``."""
     values = {**_loss_values(made, truth, objective), **_gradient_values(made, truth)}
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
-    return LossPath(precision=precision, loss_scale=loss_scale, **dict(zip(values, numbers, strict=True)))
+    return LossPath(precision=precision, loss_scale=made.loss_scale, **dict(zip(values, numbers, strict=True)))
 
 
 def exact_pass(image: Tensor, text: Tensor, scale: Tensor | float, objective: PairLoss) -> Pass:

@@ -30,7 +30,6 @@ class DCL:
 
     name: str = "dcl"
     trainable: ClassVar[bool] = False
-    vanishes: ClassVar[bool] = False
 
     def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores:
         """Unit rows [N, D] twice and scale [] -> Scores; ``margin_text`` is not looked at."""
@@ -39,6 +38,10 @@ class DCL:
     def loss(self, scores: Scores) -> Tensor:
         """[N], of either sign."""
         return torch.stack([self._rows(m) for m in per_direction(scores.logits).values()]).mean(dim=0)
+
+    def exact_loss(self, scores: Scores) -> Tensor:
+        """The same: nothing cancels."""
+        return self.loss(scores)
 
     def log10_loss(self, logits: Tensor) -> Tensor:
         """nan: the loss has no floor at 0."""

@@ -15,25 +15,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gradscope.metrics.softmax import log_softplus, per_direction
 from gradscope.objectives import objectives
-from gradscope.objectives.objective import SoftmaxObjective
 from gradscope.objectives.scores import dense_scores
 from gradscope.types import Scores
 
 
 @objectives.register("hardness_weighted")
 @dataclass(frozen=True, kw_only=True)
-class HardnessWeighted(SoftmaxObjective):
+class HardnessWeighted:
     """Hard negatives by reweighting; to be read, not trained."""
 
     beta: float = 0.5
     name: str = "hardness_weighted"
-    trainable = False
+    trainable: ClassVar[bool] = False
 
     def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores:
         """Unit rows [N, D] twice and scale [] -> Scores; ``margin_text`` is not looked at. The weights belong to the loss."""
@@ -42,6 +43,11 @@ class HardnessWeighted(SoftmaxObjective):
     def loss(self, scores: Scores) -> Tensor:
         """[N], the mean of both directions."""
         rows = [torch.logaddexp(m.diagonal(), self._push(m)) - m.diagonal() for m in per_direction(scores.logits).values()]
+        return torch.stack(rows).mean(dim=0)
+
+    def exact_loss(self, scores: Scores) -> Tensor:
+        """[N]; exact in float64, where ``loss`` loses the pull of a row whose residual is under 1e-16."""
+        rows = [F.softplus(self._push(m) - m.diagonal(), threshold=700) for m in per_direction(scores.logits).values()]
         return torch.stack(rows).mean(dim=0)
 
     def log10_loss(self, logits: Tensor) -> Tensor:

@@ -32,7 +32,12 @@ class HN(SoftmaxObjective):
     def needs_margin_text(self) -> bool:
         return self.margin in ("frozen", "external")
 
-    def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores:
-        """Unit rows [N, D] twice, scale [], and for a frozen or external margin that encoder's rows of the captions -> Scores."""
-        margin = margin_matrix(self.margin, self.gamma, text, margin_text)
-        return dense_scores(image, text, scale, margin)
+    def scores(
+        self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None, excluded: Tensor | None = None
+    ) -> Scores:
+        """Unit rows [N, D] twice, scale [], and for a frozen or external margin that encoder's rows of the captions -> Scores.
+
+        ``excluded`` [N, N] marks cells that are no negatives: they have no margin, and no part in its mean.
+        """
+        margin = margin_matrix(self.margin, self.gamma, text, margin_text, excluded)
+        return dense_scores(image, text, scale, margin, excluded)

@@ -27,6 +27,11 @@ class InfoNCE(SoftmaxObjective):
     def needs_margin_text(self) -> bool:
         return False
 
-    def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores:
-        """Unit rows [N, D] twice and scale [] -> Scores; ``margin_text`` is not looked at."""
-        return dense_scores(image, text, scale)
+    def scores(
+        self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None, excluded: Tensor | None = None
+    ) -> Scores:
+        """Unit rows [N, D] twice and scale [] -> Scores; ``excluded`` [N, N] marks cells that are no negatives.
+
+        ``margin_text`` is not looked at.
+        """
+        return dense_scores(image, text, scale, excluded=excluded)

@@ -1,6 +1,7 @@
 """What every objective answers about one batch: its loss, and the true values behind it.
 
     loss         [N]   per anchor, in the dtype of the logits, as training computes it
+    exact_loss   [N]   the same loss, formed so that its gradient survives longest
     log10_loss   []    log10 of the batch-mean loss of the very same logits, float64, without a floor
     residual     [2N]  how much of the positive's pull is left per anchor, image rows first, then caption rows: |dL_i / d logit_ii|
 
@@ -22,14 +23,15 @@ from gradscope.types import Scores
 
 
 class Objective(Protocol):
-    """The seam of every reader. ``vanishes``: the loss falls to 0, and its gradient with it, once positives are far ahead."""
+    """The seam of every reader."""
 
     trainable: ClassVar[bool]
-    vanishes: ClassVar[bool]
 
     def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores: ...
 
     def loss(self, scores: Scores) -> Tensor: ...
+
+    def exact_loss(self, scores: Scores) -> Tensor: ...
 
     def log10_loss(self, logits: Tensor) -> Tensor: ...
 
@@ -40,11 +42,14 @@ class SoftmaxObjective:
     """The answers of a plain softmax over the logits."""
 
     trainable: ClassVar[bool] = True
-    vanishes: ClassVar[bool] = True
 
     def loss(self, scores: Scores) -> Tensor:
         """Cross-entropy, the mean of both directions: [N]."""
         return symmetric_loss(scores)
+
+    def exact_loss(self, scores: Scores) -> Tensor:
+        """The residual form: the pull does not round to 0 while a push remains. [N]."""
+        return symmetric_loss(scores, "residual")
 
     def log10_loss(self, logits: Tensor) -> Tensor:
         """[N, N] -> [] float64."""

@@ -1,6 +1,7 @@
 """Unit rows -> scores -> loss per anchor. The mathematics that every pairwise objective shares.
 
     logits = scale * (cosine + margin)            L_i = 1/2 (CE of row i + CE of column i)
+    logits = -inf where a cell is excluded: no probability, no push, a gradient of exactly 0; an anchor without any negative has loss 0
 
 Source: InfoNCE / CLIP (Radford et al., 2021); HN-CLIP, section 2 for the margin.
 How it can mislead: fp32 cross-entropy prints exactly 0.0 once the true loss is below about 1e-7, and its gradient on the
@@ -19,17 +20,20 @@ from torch.nn import functional as F
 from gradscope.types import Scores
 
 
-def dense_scores(image: Tensor, text: Tensor, scale: Tensor, margin: Tensor | None = None) -> Scores:
+def dense_scores(image: Tensor, text: Tensor, scale: Tensor, margin: Tensor | None = None, excluded: Tensor | None = None) -> Scores:
     """Scores of N images against N captions, in fp32 (or wider, if the rows are).
 
     Args:
         image, text: unit rows [N, D] of one dtype, fp32 or wider.
         scale: [] the multiplier after exp.
         margin: [N, N] with a zero diagonal, or None.
+        excluded: bool [N, N], the cells that are no negatives, False on the diagonal; or None.
     """
     cosine = image @ text.T  # [N, N]
     logits = scale * (cosine if margin is None else cosine + margin)
-    return Scores(cosine=cosine, margin=margin, logits=logits, scale=scale)
+    if excluded is not None:
+        logits = logits.masked_fill(excluded, -math.inf)  # after the scale, whose gradient would be 0 * inf otherwise
+    return Scores(cosine=cosine, margin=margin, logits=logits, scale=scale, excluded=excluded)
 
 
 def plain_rows(logits: Tensor) -> Tensor:
@@ -44,7 +48,9 @@ def residual_rows(logits: Tensor) -> Tensor:
     Its gradient on the positive is formed from the negatives: the pull never rounds to zero while a push remains.
     """
     eye = torch.eye(logits.shape[0], dtype=torch.bool, device=logits.device)
-    push = torch.logsumexp(logits.masked_fill(eye, -math.inf), dim=1)
+    negatives = logits.masked_fill(eye, -math.inf)
+    none = (negatives == -math.inf).all(dim=1)  # logsumexp of nothing is -inf, as it should be, but its gradient is nan
+    push = torch.logsumexp(negatives.masked_fill(none[:, None], 0.0), dim=1).masked_fill(none, -math.inf)
     return _Softplus.apply(push - logits.diagonal())
 
 

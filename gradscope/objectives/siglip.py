@@ -37,7 +37,6 @@ class SigLIP:
     bias: float = -10.0
     name: str = "siglip"
     trainable: ClassVar[bool] = False
-    vanishes: ClassVar[bool] = True
 
     def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores:
         """Unit rows [N, D] twice and scale [] -> Scores, without the bias: that belongs to the loss."""
@@ -47,6 +46,10 @@ class SigLIP:
         """[N]: half of the cells of anchor i's row, half of its column; the mean is the paper's loss."""
         cells = -F.logsigmoid(_signed(scores.logits + self.bias))  # [N, N]
         return (cells.sum(dim=1) + cells.sum(dim=0)) / 2
+
+    def exact_loss(self, scores: Scores) -> Tensor:
+        """The same: the gradient of a cell is one sigmoid."""
+        return self.loss(scores)
 
     def log10_loss(self, logits: Tensor) -> Tensor:
         """[N, N] -> [] float64."""

@@ -59,9 +59,11 @@ def _block(image_tokens: Tensor, text_tokens: Tensor, valid: Tensor) -> tuple[Te
     return best_token.mean(dim=2), best_patch.sum(dim=2) / valid.sum(dim=1)
 
 
-def token_loss(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """Loss per anchor [N] of square score matrices a, b [N, N] under the token scale []."""
+def token_loss(a: Tensor, b: Tensor, scale: Tensor, excluded: Tensor | None = None) -> Tensor:
+    """Loss per anchor [N] of square score matrices a, b [N, N] under the token scale []; ``excluded`` cells are no negatives."""
     target = torch.arange(a.shape[0], device=a.device)
-    rows = F.cross_entropy(scale * a, target, reduction="none")
-    columns = F.cross_entropy(scale * b.T, target, reduction="none")
+    both = [scale * a, scale * b.T]
+    if excluded is not None:
+        both = [both[0].masked_fill(excluded, -torch.inf), both[1].masked_fill(excluded.T, -torch.inf)]
+    rows, columns = (F.cross_entropy(logits, target, reduction="none") for logits in both)
     return (rows + columns) / 2
