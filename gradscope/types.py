@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,13 +91,15 @@ class Embeddings:
 class Scores:
     """One softmax problem, dense: rows are images, columns are captions, the positive of row i is column i.
 
-    ``logits = scale * (cosine + margin)``; ``margin`` is None where the objective has none.
+    ``logits = scale * (cosine + margin)``; ``margin`` is None where the objective has none. Cells of ``excluded`` are no negatives:
+    their logit is -inf and their margin 0, in both directions.
     """
 
     cosine: Tensor  # [N, N]
     margin: Tensor | None  # [N, N], zero diagonal
     logits: Tensor  # [N, N]
     scale: Tensor  # []
+    excluded: Tensor | None = None  # bool [N, N], symmetric, False on the diagonal; None: every other caption is a negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,3 +183,4 @@ class Step:
     sharded: bool = False  # sums over ``accumulated`` must be added over ranks
     micro_losses: Tensor | None = None  # [micro-batches]
     before: Sequence[Tensor] | None = None
+    memo: dict[Any, Any] = field(default_factory=dict)  # what several quantities share: ``metrics.gradients.statistics``

@@ -1,6 +1,10 @@
 """One image view, one caption view, one global objective, and the token term if it has a weight.
 
 L = L_global + token_weight * L_token        L_global: "infonce" or "hn" in plain or residual form
+
+``duplicates="exclude"``: captions of identical token ids (cut at the context, in the tokenizer's spelling: what the encoder sees) are
+no negatives of each other, in either term and direction. They are told by their ids, not by their strings or their images.
+How it can mislead: an anchor with fewer negatives has a lower loss; compare losses of both settings with care.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradscope.frameworks import frameworks
+from gradscope.metrics.duplicates import identical_rows
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.scores import symmetric_loss
@@ -27,6 +32,7 @@ class Clip:
     objective: InfoNCE | HN = field(default_factory=InfoNCE)
     loss_form: str = "plain"
     token_weight: float = 0.0
+    duplicates: str = "keep"
 
     @property
     def needs_tokens(self) -> bool:
@@ -35,9 +41,17 @@ class Clip:
     def global_term(self, scores: Scores) -> Term:
         return Term(name=self.objective.name, weight=1.0, loss=symmetric_loss(scores, self.loss_form), scores=scores)
 
-    def __call__(self, embeddings: Embeddings, margin_text: Tensor | None = None) -> tuple[Term, ...]:
-        """Embeddings of one batch -> weighted terms, the global one first."""
-        scores = self.objective.scores(embeddings.image, embeddings.text, embeddings.scale, margin_text)
+    def excluded(self, token_ids: Tensor | None) -> Tensor | None:
+        """[N, L] -> bool [N, N], the cells that are no negatives; None with "keep"."""
+        if self.duplicates == "keep":
+            return None
+        assert token_ids is not None
+        return identical_rows(token_ids)
+
+    def __call__(self, embeddings: Embeddings, margin_text: Tensor | None = None, token_ids: Tensor | None = None) -> tuple[Term, ...]:
+        """Embeddings of one batch -> weighted terms, the global one first. ``token_ids`` [N, L] tell duplicates to be excluded."""
+        excluded = self.excluded(token_ids)
+        scores = self.objective.scores(embeddings.image, embeddings.text, embeddings.scale, margin_text, excluded)
         terms = [self.global_term(scores)]
         if self.needs_tokens:
             assert embeddings.image_tokens is not None
@@ -45,7 +59,7 @@ class Clip:
             assert embeddings.text_valid is not None
             assert embeddings.token_scale is not None
             a, b = token_scores(embeddings.image_tokens, embeddings.text_tokens, embeddings.text_valid)
-            loss = token_loss(a, b, embeddings.token_scale)
+            loss = token_loss(a, b, embeddings.token_scale, excluded)
             terms.append(Term(name="token_interaction", weight=self.token_weight, loss=loss, scores=None))
         return tuple(terms)
 
