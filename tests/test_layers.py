@@ -18,13 +18,17 @@ LAYERS = {
     0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed"],
     1: ["objectives", "metrics", "data"],
     2: ["quantities", "encoders", "frameworks", "recipe"],
-    3: ["step_reader", "optim", "checkpoint", "cached", "resume", "run_checkpoints"],
+    3: ["step_reader", "found", "optim", "checkpoint", "cached", "resume", "run_checkpoints"],
     4: [
         "train",
+        "probe",
+        "probe_log",
         "train_display",
         "evaluate",
         "evaluation_file",
         "embeddings_file",
+        "paired_rows",
+        "precision_audit",
         "compare",
         "contamination",
         "gallery",
@@ -137,7 +141,7 @@ def test_only_encoders_import_open_clip():
 
 def test_only_the_probe_and_the_encoders_register_hooks():
     users = {name for name, path in MODULES.items() if "register_hook(" in (t := path.read_text()) or "register_forward_hook(" in t}
-    assert users == {"gradscope.step_reader", "gradscope.encoders.tokens"}
+    assert users == {"gradscope.step_reader", "gradscope.probe", "gradscope.encoders.tokens"}
 
 
 def test_light_modules_reach_no_torch():

@@ -1,0 +1,51 @@
+"""A gallery's embeddings as pairs, and batches of pairs as training would draw them: what audits and what-ifs read.
+
+Pair i is image i with its first caption, which is the one training uses. Batches are drawn without replacement from one seeded
+permutation, so that equal seeds give equal batches for every precision, scale and objective.
+
+How it can mislead: pairs of a test split are not what training saw; and rows of several captions per image, left out here, are the
+near-duplicates that make a softmax hard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradscope.evaluate import Embedded
+from gradscope.metrics.ranks import finite_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Unit rows of N pairs, [N, D] each; ``left_out`` counts pairs with a row that is not finite."""
+
+    image: Tensor
+    text: Tensor
+    left_out: int
+
+
+def paired_rows(embedded: Embedded) -> Pairs:
+    """Images with their first captions, in order. Raises ValueError if no pair is finite."""
+    owner = embedded.image_of_text
+    order = torch.arange(len(owner), device=owner.device)
+    first = torch.full((len(embedded.image),), len(owner), device=owner.device).scatter_reduce(0, owner, order, "amin")
+    image, text = embedded.image, embedded.text[first]
+    kept = finite_rows(image) & finite_rows(text)
+    if not kept.any():
+        raise ValueError("no pair of embeddings is finite; look at the encoder with `gradscope encoders check`.")
+    return Pairs(image=image[kept], text=text[kept], left_out=int((~kept).sum()))
+
+
+def draw_batches(pairs: int, width: int, batches: int, seed: int) -> list[Tensor]:
+    """At most ``batches`` index tensors [width] without replacement; fewer where the pairs do not fill so many.
+
+    Raises:
+        ValueError: a width under 2, or over the number of pairs.
+    """
+    if not 2 <= width <= pairs:
+        raise ValueError(f"a width of {width:,} does not fit {pairs:,} pairs; choose 2 to {pairs:,}, or more data.")
+    order = torch.randperm(pairs, generator=torch.Generator().manual_seed(seed))
+    return [order[at : at + width] for at in range(0, width * min(batches, pairs // width), width)]
