@@ -7,6 +7,7 @@ With x_i = logsumexp of the negatives of row i minus its positive logit:
 
 Source: the identity p_ii = 1 / (1 + exp(x_i)); the residual is the coupling factor of DCL (Yeh et al., 2022).
 How to read: a residual of 1e-6 says that the row's pull and push are both a millionth of their largest size.
+Logits of -inf are no negatives: they have no share. An anchor without any has x = -inf, so loss and residual 0, and undefined shares.
 How it can mislead: the values are exact FOR THE LOGITS GIVEN. If those were rounded (bf16, or fp32 cosines at scale 100), so is
 the answer; and two tensors are needed to know whether the objective still teaches: a large loss is not a useful gradient.
 """
@@ -31,10 +32,10 @@ def per_direction(matrix: Tensor, directions: Sequence[str] = DIRECTIONS) -> dic
     return {direction: matrix if direction == "i2t" else matrix.T for direction in directions}
 
 
-def negatives(matrix: Tensor) -> Tensor:
-    """[N, N] -> float64 [N, N] with -inf on the diagonal."""
+def negatives(matrix: Tensor, excluded: Tensor | None = None) -> Tensor:
+    """[N, N] -> float64 [N, N] with -inf on the diagonal, and in the ``excluded`` cells [N, N] that are no negatives."""
     eye = torch.eye(matrix.shape[0], dtype=torch.bool, device=matrix.device)
-    return matrix.double().masked_fill(eye, -math.inf)
+    return matrix.double().masked_fill(eye if excluded is None else eye | excluded, -math.inf)
 
 
 def log_odds(logits: Tensor) -> Tensor:

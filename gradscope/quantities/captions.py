@@ -42,7 +42,7 @@ class Captions:
         eye = torch.eye(n, dtype=torch.bool, device=cosines.device)
         hardest = cosines.masked_fill(eye, -2.0).amax(dim=1)  # [N]
         mean = off_diagonal_mean(cosines)
-        margin = step.heads["hn"].scores.margin
+        margin, excluded = step.heads["hn"].scores.margin, step.heads["hn"].scores.excluded
         assert margin is not None
         values: dict[str, tuple[Tensor | float, str]] = {
             "mean": (mean, "cosine"),
@@ -50,7 +50,7 @@ class Captions:
             "hardest_max": (hardest.max(), "cosine"),
             "histogram": (_histogram(cosines), "pairs"),
             "near_duplicates": ((hardest >= NEAR).double().mean() + 0.0 * hardest.mean(), "share"),  # nan stays nan
-            "margin_logits": (step.embeddings.scale * off_diagonal_mean(margin), "logits"),
+            "margin_logits": (step.embeddings.scale * off_diagonal_mean(margin, excluded), "logits"),
         }
         if step.captions is not None:
             values["exact_duplicates"] = (float(n - len(set(step.captions))), "captions")

@@ -1,6 +1,6 @@
 """The gap of an anchor: cosine of its positive minus cosine of its hardest negative.
 
-    mean, min, q10, q50 .<direction>      over anchors
+    mean, min, q10, q50 .<direction>      over anchors; captions excluded as duplicates are no negatives
     violated.<direction>                  share of anchors with a negative gap: retrieval within the batch fails there
     violated_with_margin.<direction>      share whose positive is beaten once the HN margin is added
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from gradscope.metrics.softmax import negatives, per_direction
 from gradscope.quantities import quantities
@@ -29,11 +30,12 @@ class Gap:
     def __call__(self, step: Step) -> list[Reading]:
         scores = step.heads["hn"].scores
         assert scores.margin is not None
-        with_margin = per_direction(scores.cosine + scores.margin, step.heads["hn"].directions)
+        directions, excluded = step.heads["hn"].directions, scores.excluded
+        with_margin = per_direction(scores.cosine + scores.margin, directions)
         readings = []
-        for direction, cosines in per_direction(scores.cosine, step.heads["hn"].directions).items():
-            gap = _gap(cosines)
-            beaten = _gap(with_margin[direction]) < 0
+        for direction, cosines in per_direction(scores.cosine, directions).items():
+            gap = _gap(cosines, excluded)
+            beaten = _gap(with_margin[direction], excluded) < 0
             values = {
                 "mean": gap.mean(),
                 "min": gap.min(),
@@ -55,6 +57,6 @@ class Gap:
         return readings
 
 
-def _gap(matrix: torch.Tensor) -> torch.Tensor:
-    """[N, N] anchors in rows -> [N] float64."""
-    return matrix.diagonal().double() - negatives(matrix).amax(dim=1)
+def _gap(matrix: Tensor, excluded: Tensor | None) -> Tensor:
+    """[N, N] anchors in rows -> [N] float64; ``excluded`` is symmetric, so it holds for either direction."""
+    return matrix.diagonal().double() - negatives(matrix, excluded).amax(dim=1)

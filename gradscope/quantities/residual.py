@@ -7,7 +7,8 @@
     effective_negatives.<direction>                exp(entropy of p_ij / residual), mean over anchors: 1 ... width - 1
 
 H is how "hardest" is ranked: by_caption (cosine of the anchor's caption with the other's) or by_logit (image-caption cosine, without
-the margin). Where K exceeds the number of negatives, all of them are taken and share and uniform are 1.
+the margin). Where K exceeds the number of negatives, all of them are taken and share and uniform are 1. Captions excluded as duplicates
+are no negatives; where that leaves none (a batch of one caption), residuals are 0 and shares nan.
 How it can mislead: a share is high in any narrow softmax, so read it beside uniform_topK; ties at the K-th place are cut arbitrarily.
 """
 
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 from gradscope.metrics.softmax import entropy_number, log_odds, negative_log_shares, negatives, per_direction
 from gradscope.quantities import quantities
-from gradscope.types import Head, Reading, Step
+from gradscope.types import Head, Reading, Scores, Step
 
 
 @quantities.register("residual")
@@ -37,10 +38,7 @@ class Residual:
         captions = step.embeddings.text @ step.embeddings.text.T  # [N, N]
         readings = []
         for head in step.heads.values():
-            width = head.scores.logits.shape[1]
-            for k in self.top:
-                uniform = min(k, width - 1) / (width - 1)
-                readings.append(self._reading(head, f"uniform_top{k}", uniform, "share"))
+            readings += [self._reading(head, f"uniform_top{k}", _uniform(head.scores, k), "share") for k in self.top]
             cosines = per_direction(head.scores.cosine, head.directions)
             for direction, logits in per_direction(head.scores.logits, head.directions).items():
                 readings += self._direction(head, direction, logits, {"caption": captions, "logit": cosines[direction]})
@@ -58,7 +56,8 @@ class Residual:
         }
         readings = [self._reading(head, f"{key}.{direction}", value, "probability") for key, value in values.items()]
         for ranking, matrix in hardness.items():
-            order = negatives(matrix).argsort(dim=1, descending=True)  # the anchor itself is -inf: last
+            # The anchor itself is -inf, so last; so are captions excluded as its duplicates, with a share of 0.
+            order = negatives(matrix, head.scores.excluded).argsort(dim=1, descending=True)
             ranked = shares.exp().gather(1, order)
             for k in self.top:
                 share = ranked[:, : min(k, ranked.shape[1] - 1)].sum(dim=1)
@@ -72,3 +71,12 @@ class Residual:
     @staticmethod
     def _reading(head: Head, key: str, value: Tensor | float, unit: str) -> Reading:
         return Reading(quantity="residual", key=key, term=head.name, value=value, unit=unit)
+
+
+def _uniform(scores: Scores, k: int) -> Tensor | float:
+    """The share of k of an anchor's negatives if all were alike; where duplicates are excluded, the mean over anchors."""
+    width = scores.logits.shape[1]
+    if scores.excluded is None:
+        return min(k, width - 1) / (width - 1)
+    left = width - 1 - scores.excluded.sum(dim=1)  # [N]
+    return (left.clamp(max=k) / left).double().mean()
