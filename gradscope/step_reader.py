@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from gradscope.distributed import is_sharded, local
+from gradscope.encoders.reach import plain_name
 from gradscope.frameworks.clip import total_loss
 from gradscope.metrics.gradients import agreement_and_factor, norm_over_ranks
 from gradscope.metrics.softmax import per_direction
@@ -66,8 +67,8 @@ class Observed:
     """What is known of the measured batch beside its embeddings; None where the loop does not say.
 
     ``initial_text`` [N, D]: the initial encoder's caption rows, to measure the drift of G against. ``margin_text`` [N, D0]: the rows
-    that a frozen or external margin is made of. ``candidates``: the embeddings of all ranks, where the softmax is over those; then
-    ``rows`` says which of them are this rank's.
+    that a frozen or external margin is made of. ``excluded`` [N, N]: cells that are no negatives. ``candidates``: the
+    embeddings of all ranks, where the softmax is over those; then ``rows`` says which of them are this rank's.
     """
 
     captions: tuple[str, ...] | None = None
@@ -75,6 +76,7 @@ class Observed:
     lengths: Tensor | None = None
     initial_text: Tensor | None = None
     margin_text: Tensor | None = None
+    excluded: Tensor | None = None
     candidates: Embeddings | None = None
     rows: slice = field(default_factory=lambda: slice(None))
 
@@ -193,6 +195,7 @@ class StepReader:
             lengths=batch.lengths,
             initial_text=initial_text,
             margin_text=margin_text,
+            excluded=terms[0].scores.excluded if terms and terms[0].scores else None,
         )
         self.open(embeddings, observed, terms=terms, unscale=1.0 / loss_scale, replayed=replayed)
         whole = False
@@ -270,7 +273,7 @@ class StepReader:
         with self._timed("heads"):
             at = observed.candidates or embeddings
             return {
-                name: self._evaluate(objective, at, observed.margin_text)
+                name: self._evaluate(objective, at, observed)
                 for name, objective in self.objectives.items()
                 if not (alone and name == self.trained)
             }
@@ -365,11 +368,11 @@ class StepReader:
             self._replayed.clear()  # a gradient of some micro-batches is none: "not measured"
             self._fail("second backward", error)
 
-    def _evaluate(self, objective: Objective, embeddings: Embeddings, margin_text: Tensor | None) -> Watched:
+    def _evaluate(self, objective: Objective, embeddings: Embeddings, observed: Observed) -> Watched:
         """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
         with torch.enable_grad():
             image, text, scale = (_leaf(t) for t in (embeddings.image, embeddings.text, embeddings.scale))
-            scores = objective.scores(self._unit(image), self._unit(text), scale, margin_text)
+            scores = objective.scores(self._unit(image), self._unit(text), scale, observed.margin_text, observed.excluded)
             loss = directed_loss(scores, self.directions, self.loss_form).mean()
             logit_grad, image_grad, text_grad, scale_grad = torch.autograd.grad(loss, [scores.logits, image, text, scale])
         return Watched(
@@ -438,6 +441,7 @@ class StepReader:
             self._step,
             accumulated=[None if p.grad is None else local(p.grad) for p in self.parameters],
             unscale=unscale,
+            optimizer=self.optimizer,
             sharded=any(is_sharded(p) for p in self.parameters),
             micro_losses=torch.stack([loss.detach() for loss in micro_losses]) if micro_losses else None,
             before=before,
@@ -514,13 +518,6 @@ def to_rows(readings: Sequence[Reading], index: int, stamps: str) -> list[dict[s
     return rows
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put in front, so that curves continue across modes."""
-    for prefix in ("module.", "_orig_mod."):
-        name = name.replace(prefix, "")
-    return name
-
-
 def _leaf(tensor: Tensor) -> Tensor:
     """A copy outside every graph, in fp32 or wider, that takes a gradient."""
     tensor = tensor.detach()
@@ -548,7 +545,7 @@ def _of_training(scores: Scores, loss: Tensor, kept: dict[str, Tensor], unscale:
 
 def _detached(scores: Scores) -> Scores:
     margin = None if scores.margin is None else scores.margin.detach()
-    return Scores(cosine=scores.cosine.detach(), margin=margin, logits=scores.logits.detach(), scale=scores.scale.detach())
+    return replace(scores, cosine=scores.cosine.detach(), margin=margin, logits=scores.logits.detach(), scale=scores.scale.detach())
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor | float) -> Tensor | None:

@@ -9,6 +9,8 @@ How it can mislead: tables with other rules (relative positions) are not listed,
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from torch import Tensor, nn
 
 from gradscope.encoders.stretch import position_parameter
 from gradscope.encoders.tokens import text_tower
+
+_WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod)\.)+|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
+_OTHER_TOWER = re.compile(r"vision|visual|image|audio")
 
 
 def unreached_rows(model: Any, ids: Tensor, words: Tensor | None) -> dict[int, Tensor]:
@@ -78,3 +83,32 @@ def _without(found: Tensor, table: nn.Embedding) -> Tensor:
     rows = torch.ones(table.num_embeddings, dtype=torch.bool, device=found.device)
     rows[found] = False
     return rows
+
+
+def reachable_rows(model: nn.Module) -> Callable[[Tensor], dict[str, Tensor]]:
+    """token ids [N, L] -> parameter name -> bool [rows]: rows of ``model`` that these ids cannot reach, for anybody's model.
+
+    A model that knows (``structural_rows``) is asked. In others, rows of the largest text table whose id does not occur, and rows of
+    text position tables beyond L; padding counts as reached, and a table that is not recognised has no rows: too few, never too many.
+    """
+    own = getattr(model, "structural_rows", None)
+    if own is not None:
+        return own
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    tables = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and not _OTHER_TOWER.search(name)}
+    words = max(tables.values(), key=lambda table: table.num_embeddings, default=None)
+    positions = [table for name, table in tables.items() if "position" in name and table is not words]
+
+    def rows(ids: Tensor) -> dict[str, Tensor]:
+        if words is None:
+            return {}
+        found = {words: _without(ids.flatten(), words)}
+        found |= {table: torch.arange(table.num_embeddings, device=ids.device) >= ids.shape[1] + 2 for table in positions}
+        return {names[id(table.weight)]: unreached for table, unreached in found.items() if id(table.weight) in names}
+
+    return rows
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put in front, so that curves continue across modes."""
+    return _WRAPPERS.sub("", name)

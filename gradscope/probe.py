@@ -1,0 +1,375 @@
+"""The probe: readings of a contrastive loss and its gradients from hooks, in anybody's training loop.
+
+    with gradscope.Probe(model, output="runs/mine"):
+        ...                                     # the loop as it is: any trainer, any precision, any two towers
+
+It finds the two matrices of embeddings in what the model returns or the loss is given (``gradscope.found``), the scale, the
+parameters, and the optimizer that updates them; or it is told: ``loss=``, ``optimizer=``, ``scaler=``, and ``probe.watch(...)``.
+
+What happens on a probed step, in order:
+    forward       a forward hook sees the embeddings (nothing is traced by torch.compile, nothing is counted twice by checkpointing)
+    backward      tensor hooks keep the gradient at the embeddings; when the whole backward has ended, phase "batch" is read
+    optimizer     its own step hooks read the averaged gradient before the step and the update after it
+Everything is undone by ``detach`` (the end of the ``with`` block). Weights are bit-identical with and without it.
+
+How it can mislead: the loss is computed again from the embeddings, in fp32 and as InfoNCE, and as HN beside it; quantity ``hooks`` says
+how well the gradient of the loop's own loss agrees. The measured softmax is that of the first micro-batch of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradscope import distributed, found
+from gradscope.console import console
+from gradscope.encoders.reach import reachable_rows
+from gradscope.found import Found
+from gradscope.objectives.hn import HN
+from gradscope.objectives.infonce import InfoNCE
+from gradscope.probe_log import ProbeLog
+from gradscope.quantities import quantity_set
+from gradscope.step_reader import Observed, StepReader
+from gradscope.types import DIRECTIONS, Embeddings
+
+#: Steps of the optimizer without embeddings until that is said again.
+UNSEEN_EVERY = 100
+
+
+class Probe:
+    """Attaches to a training loop, reads, detaches. Use it as a context manager, or call ``attach`` and ``detach``.
+
+    Args:
+        model: the module that is trained; both towers' parameters are in it. Give the compiled or wrapped module where the loop calls
+            that one.
+        optimizer: found at its first step if not given.
+        loss: a loss module that is called with the embeddings (open_clip's ClipLoss): they are then taken from its call. Needed where
+            the model does not return both embeddings, and for open_clip's accumulation, whose softmax the model never sees.
+        scaler: the GradScaler, if mixed precision has one: gradients are unscaled with it and skipped steps are noticed.
+        output: a run directory for the readings, which every command of gradscope reads; None keeps the last step's only.
+        probe_set: "loss", "default" or "full"; see ``gradscope.quantities``.
+        every: probe steps 1, 1 + every, ...
+        trained: the objective that the loop minimises, "infonce" or "hn"; "" if neither.
+        gamma, margin: of the HN objective that is read beside it, or is trained.
+        directions: ("i2t", "t2i") for a symmetric loss; one of them where the loss has one (first tower -> second: "i2t").
+        second_backward: also take the full-parameter gradient of the objective that is not trained (one more backward; set "full").
+        gather: whether the softmax is over all ranks; None takes it from the loss module (``world_size``, ``gather_across_devices``).
+        scale_max: the clamp of a learned scale.
+        first_step: the number of the next step; above 1 the run in ``output`` is continued.
+
+    Raises:
+        ValueError: unknown set, objective or direction; no trainable parameters; an ``output`` that holds something else.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Optimizer | None = None,
+        loss: nn.Module | None = None,
+        scaler: Any = None,
+        output: str | Path | None = None,
+        probe_set: str = "default",
+        every: int = 5,
+        trained: str = "infonce",
+        gamma: float = 0.5,
+        margin: str = "live",
+        directions: Sequence[str] = DIRECTIONS,
+        second_backward: bool = False,
+        gather: bool | None = None,
+        scale_max: float | None = None,
+        first_step: int = 1,
+    ) -> None:
+        _check(every, trained, margin, directions, second_backward, probe_set, first_step)
+        self.model, self.loss, self.scaler = model, loss, scaler
+        self.reader = StepReader(
+            model=model,
+            objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma, margin=margin)},
+            trained=trained,
+            quantities=quantity_set(probe_set),
+            every=every,
+            second_backward=second_backward,
+            structural=reachable_rows(model),
+            directions=tuple(directions),
+            scale_max=scale_max,
+            optimizer=optimizer,
+        )
+        if not self.reader.parameters:
+            raise ValueError(
+                "the model has no trainable parameters, so there are no gradients to read; give the module that is trained"
+            )
+        self.gather = gather
+        self.epoch = 1
+        #: Readings of the last probed step: (quantity, term, key) -> value.
+        self.last: dict[tuple[str, str, str], Any] = {}
+        self._log = ProbeLog(output, probe_set, trained, gamma, margin, every, first_step)
+        self._index, self._samples = first_step - 1, 0
+        self._micro = 0  # forward passes seen since the last step of the optimizer
+        self._open_step = False
+        self._told = False
+        self._token_ids: Tensor | None = None
+        self._normalise: bool | None = None
+        self._unseen = 0
+        self._stepped = False
+        self._undo: list[Callable[[], None]] = []
+        self._ended = time.perf_counter()
+
+    # ---- attaching
+
+    def attach(self) -> Probe:
+        """Registers every hook. Raises ValueError if attached already."""
+        if self._undo:
+            raise ValueError("this probe is attached already; detach it first")
+        undo = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True).remove]
+        if self.loss is not None:
+            undo.append(self.loss.register_forward_pre_hook(self._before_loss, with_kwargs=True).remove)
+        else:
+            undo.append(self.model.register_forward_hook(self._after_model).remove)
+        self._undo = undo
+        if self.reader.optimizer is not None:
+            self._watch_optimizer(self.reader.optimizer)
+        else:
+            self._undo.append(register_optimizer_step_pre_hook(self._find_optimizer).remove)
+        if self.scaler is not None:
+            self._watch_scaler()
+        return self
+
+    def detach(self) -> None:
+        """Takes every hook away and closes the log. May be called twice."""
+        self.reader.abandon()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        self._log.close()
+
+    def __enter__(self) -> Probe:
+        return self.attach()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._log.finish()
+        self.detach()
+
+    def _watch_optimizer(self, optimizer: Optimizer) -> None:
+        self.reader.optimizer = optimizer
+        self._undo += [
+            optimizer.register_step_pre_hook(self._before_step).remove,
+            optimizer.register_step_post_hook(self._after_step).remove,
+        ]
+
+    def _find_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The first optimizer that steps one of our parameters is ours."""
+        if self.reader.optimizer is not None:
+            return
+        ours = {id(parameter) for parameter in self.reader.parameters}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            self._watch_optimizer(optimizer)
+            self._before_step(optimizer, args, kwargs)  # its own hooks start with the next step; this one is under way
+
+    def _watch_scaler(self) -> None:
+        """A step that the scaler skips never reaches the optimizer's hooks: only the scaler itself knows of it."""
+        original = self.scaler.step
+
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._stepped = False
+            result = original(optimizer, *args, **kwargs)
+            if optimizer is self.reader.optimizer and not self._stepped:
+                self._end_step(skipped=True)
+            return result
+
+        self.scaler.step = step
+        self._undo.append(lambda: self.scaler.__dict__.pop("step", None) and None)
+
+    # ---- forward
+
+    def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _passive():
+            self._token_ids = found.token_ids(args, kwargs)
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not _passive() and not self._told:
+            self._observe(found.in_output(output))
+
+    def _before_loss(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _passive() and not self._told:
+            self._observe(found.in_call(args, kwargs))
+
+    def watch(
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor | float | None = None,
+        *,
+        captions: Sequence[str] | None = None,
+        token_ids: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> None:
+        """Tells the probe what the loss is about to compare. Call it after the forward pass and before the backward.
+
+        From the first call on, embeddings are no longer looked for.
+
+        Args:
+            image, text: [N, D] of the two towers, with their graph; unit rows, or rows that the loss normalises.
+            scale: after exp; None takes the model's own.
+            captions, token_ids [N, L], lengths [N] (tokens before truncation): of the second tower, for the quantities about them.
+        """
+        self._told = True
+        if not _passive():
+            scale = torch.tensor(float(scale), device=text.device) if isinstance(scale, (int, float)) else scale
+            ids = self._token_ids if token_ids is None else token_ids
+            self._observe(Found(image=image, text=text, scale=scale, token_ids=ids), captions, lengths)
+
+    def _observe(self, seen: Found | None, captions: Sequence[str] | None = None, lengths: Tensor | None = None) -> None:
+        if seen is None or not (seen.image.requires_grad or seen.text.requires_grad):
+            return
+        self._begin()
+        self._micro += 1
+        due = self.reader.due
+        if due:
+            self._open(seen, captions, lengths)
+        if due or self.reader.reading:
+            rows = seen.image if seen.image.requires_grad else seen.text
+            _when_backward_ends(rows, self._backward_ended)
+
+    def _begin(self) -> None:
+        if not self._open_step:
+            self._open_step, self._micro = True, 0
+            self._index += 1
+            self.reader.begin(self._index, self._samples)
+
+    def _open(self, seen: Found, captions: Sequence[str] | None, lengths: Tensor | None) -> None:
+        scale = seen.scale if seen.scale is not None else found.scale_of(self.model)
+        if scale is None:
+            raise ValueError(
+                "no scale was found: the model returns none and has no logit_scale; tell it with probe.watch(image, text, scale)"
+            )
+        if self._normalise is None:
+            self._normalise = not (found.unit_rows(seen.image) and found.unit_rows(seen.text))
+        self.reader.normalise = self._normalise
+        self.reader.half = torch.float16 in (seen.image.dtype, torch.get_autocast_dtype(seen.image.device.type)) and (
+            seen.image.dtype == torch.float16 or torch.is_autocast_enabled(seen.image.device.type)
+        )
+        embeddings = Embeddings(image=seen.image, text=seen.text, scale=scale.to(seen.text.device))
+        ids = seen.token_ids if seen.token_ids is not None else self._token_ids
+        ids = ids if ids is not None and len(ids) == len(seen.text) else None
+        observed = self._observed(embeddings, None if captions is None else tuple(captions), ids, lengths)
+        self._log.width = len((observed.candidates or embeddings).text)
+        self.reader.open(embeddings, observed, unscale=self._unscale())
+
+    def _observed(
+        self, embeddings: Embeddings, captions: tuple[str, ...] | None, ids: Tensor | None, lengths: Tensor | None
+    ) -> Observed:
+        """With the embeddings of all ranks where the softmax is over those; of their captions this rank knows its own only."""
+        if distributed.world() == 1 or not self._gathers():
+            return Observed(captions=captions, token_ids=ids, lengths=lengths)
+        n = len(embeddings.text)
+        start = distributed.rank() * n
+        everyone = Embeddings(
+            image=distributed.gathered(embeddings.image), text=distributed.gathered(embeddings.text), scale=embeddings.scale.detach()
+        )
+        return Observed(candidates=everyone, rows=slice(start, start + n))
+
+    def _gathers(self) -> bool:
+        if self.gather is not None:
+            return self.gather
+        return getattr(self.loss, "world_size", 1) > 1 or bool(getattr(self.loss, "gather_across_devices", False))
+
+    def _unscale(self) -> Tensor | float:
+        """1 / the loss scale in force during this backward, on the device."""
+        scale = getattr(self.scaler, "_scale", None) if self.scaler is not None and self.scaler.is_enabled() else None
+        return 1.0 if scale is None else scale.detach().reciprocal()
+
+    # ---- backward and optimizer
+
+    def _backward_ended(self) -> None:
+        self.reader.close()
+        self.reader.backward_ended(self._unscale())
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped = True
+        if self._micro == 0:
+            self._begin()
+            self._say_unseen()
+        fused = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides in its own kernel
+        self.reader.accumulated([], 1.0 if fused is None else fused.detach().reciprocal())
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.reader.updated()
+        self._end_step(skipped=False)
+
+    def _say_unseen(self) -> None:
+        self._unseen += 1
+        if self._unseen % UNSEEN_EVERY == 1:
+            where = "the loss was not called" if self.loss is not None else "the model returned no two matrices of embeddings"
+            self.reader.failures.append(
+                f"step {self._index}: the optimizer stepped, but no embeddings were seen: {where}, or its hook became a no-op (a module "
+                "compiled after attaching). Give the module that the loop calls, loss=, or use probe.watch"
+            )
+
+    def _end_step(self, skipped: bool) -> None:
+        self.reader.stamps = self._stamps()
+        rows = self.reader.flush()
+        now = time.perf_counter()
+        if rows:
+            self.last = {(row["quantity"], row["term"], row["key"]): row["value"] for row in rows}
+        loss_scale = None if self.scaler is None else float(self.scaler.get_scale()) if rows or skipped else None
+        facts = {"seconds": now - self._ended, "probe_seconds": sum(self.reader.seconds.values()), "micro_batches": self._micro}
+        self._log.write(self._index, self._samples, self.epoch, rows, skipped=skipped, loss_scale=loss_scale, facts=facts)
+        for failure in self.reader.failures:
+            console.print(failure, style="yellow", markup=False)
+            self._log.say(failure)
+        self.reader.failures.clear()
+        self._samples += self._micro * self._log.width
+        self._open_step, self._micro = False, 0
+        self._ended = time.perf_counter()
+
+    def _stamps(self) -> str:
+        hn = self.reader.objectives["hn"]
+        parts = [f"micro-batch 1/{self._micro}", f"width {self._log.width}", f"gamma {hn.gamma:g} {getattr(hn, 'margin', '')}"]
+        parts += ["loss fp32 from the embeddings", "unscaled"]
+        world = distributed.world()
+        if world > 1:
+            parts.append(f"softmax over {world} ranks" if self._gathers() else f"softmax of rank {distributed.rank()}")
+            parts.append(f"gradients averaged over {world} ranks")
+        return "; ".join(parts)
+
+
+def _passive() -> bool:
+    """Whether this forward pass is none of ours: traced by the compiler, a recomputation inside a backward, or without gradient."""
+    return torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+
+
+def _when_backward_ends(rows: Tensor, ended: Callable[[], None]) -> None:
+    """Calls ``ended`` once the whole backward that passes ``rows`` is over, DDP's averaging included."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+    def hook(gradient: Tensor) -> None:
+        handle.remove()
+        queue(lambda: queue(ended))  # DDP queues its own after this one; a callback queued by a callback runs after both
+
+    handle = rows.register_hook(hook)
+
+
+def _check(
+    every: int, trained: str, margin: str, directions: Sequence[str], second_backward: bool, probe_set: str, first_step: int
+) -> None:
+    if every < 1 or first_step < 1:
+        raise ValueError(f"every and first_step count from 1; got {every} and {first_step}")
+    if trained not in ("infonce", "hn", ""):
+        raise ValueError(f"trained is 'infonce', 'hn' or '' (neither); got '{trained}'")
+    if margin not in ("live", "fixed", "centred"):
+        raise ValueError(
+            f"the probe reads HN with margin live, fixed or centred; got '{margin}' (other encoders' rows are not at hand)"
+        )
+    if not directions or set(directions) - set(DIRECTIONS) or len(set(directions)) != len(directions):
+        raise ValueError(f"directions are 'i2t', 't2i' or both; got {tuple(directions)}")
+    if second_backward and probe_set != "full":
+        raise ValueError(f"second_backward has no effect in the set '{probe_set}': only 'full' reads gradients by objective")

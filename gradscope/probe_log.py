@@ -1,0 +1,88 @@
+"""What the probe writes in a loop that is not ours: a run directory, made at the first reading, when the width is known.
+
+It has the tables of every run of gradscope, so figures, ``diagnose``, ``check`` and ``watch`` read it. A step row is written for probed
+and for skipped steps only: reading the loss of every step would make a device wait each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from gradscope import distributed
+from gradscope.provenance import provenance
+from gradscope.runlog import RunLog
+
+
+class ProbeLog:
+    """Rows to a run directory, by rank 0; without ``output`` nothing is written. ``width`` is set before the first row."""
+
+    def __init__(
+        self, output: str | Path | None, probe_set: str, trained: str, gamma: float, margin: str, every: int, first_step: int
+    ) -> None:
+        self.output = None if output is None or distributed.rank() else Path(output)
+        self.width = 0
+        self.first_step = first_step
+        self.trained = trained
+        self._tables = {
+            "data": {"name": "the loop's own"},
+            "objective": {"name": trained or "other", "gamma": gamma, "margin": margin},
+            "probe": {"log_grads": True, "every": every, "set": probe_set},
+        }
+        self._log: RunLog | None = None
+        self._said: list[str] = []
+        if self.output is not None and first_step == 1 and self.output.exists() and any(self.output.iterdir()):
+            raise ValueError(f"'{output}' is not empty; choose another output, or continue that run with first_step above 1")
+
+    def _opened(self) -> RunLog | None:
+        if self._log is None and self.output is not None:
+            facts = provenance(width=self.width, loop="not gradscope's")
+            if self.first_step > 1:
+                self._log = RunLog.reopen(self.output, step=self.first_step - 1, provenance=facts)
+            else:
+                self._log = RunLog.create(self.output, recipe_toml=tomli_w.dumps(self._tables), provenance=facts)
+            for line in self._said:
+                self._log.console(line)
+            self._said = []
+        return self._log
+
+    def write(
+        self,
+        step: int,
+        samples: int,
+        epoch: int,
+        readings: Sequence[Mapping[str, Any]],
+        *,
+        skipped: bool,
+        loss_scale: float | None,
+        facts: Mapping[str, float],
+    ) -> None:
+        """The readings of one step and its step row; nothing for a step that was neither probed nor skipped."""
+        log = self._opened() if readings or skipped else None
+        if log is None:
+            return
+        log.write_readings(readings)
+        values = {(row["quantity"], row["term"], row["key"]): row["value"] for row in readings}
+        row = {"step": step, "samples": samples, "epoch": epoch, "loss": values.get(("loss", self.trained or "infonce", "trained"))}
+        row |= {"scale": values.get(("scale", "", "value")), "grad_norm": values.get(("accumulation", "total", "norm"))}
+        log.write_steps([{**row, "loss_scale": loss_scale, "skipped": int(skipped), **facts}])
+
+    def say(self, line: str) -> None:
+        """A line for the run's console log; kept until there is one."""
+        if self._log is not None:
+            self._log.console(line)
+        elif self.output is not None:
+            self._said.append(line)
+
+    def finish(self) -> None:
+        """Marks the run as complete."""
+        if self._log is not None:
+            self._log.finish()
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
