@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +150,8 @@ class Statistics:
         return self.unit.double() * self.squares.sum().sqrt()
 
 
-def statistics(gradient: Gradient, memo: dict[object, Statistics]) -> Statistics:
+def statistics(gradient: Gradient, memo: dict[Any, Any]) -> Statistics:
     """The statistics of a gradient; of the very tensors that ``memo`` knows, unchanged since, they are not formed again."""
     key = tuple(None if g is None else (id(g), g._version) for g in gradient)
-    return memo.setdefault(key, Statistics(gradient))  # it keeps the tensors, so that no id comes to mean another
+    found: Statistics = memo.setdefault(key, Statistics(gradient))  # it keeps the tensors, so that no id comes to mean another
+    return found

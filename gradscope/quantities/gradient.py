@@ -4,7 +4,7 @@
     pair: ratio, log10_ratio      norm of HN / norm of InfoNCE
     pair: cosine                  between the two gradients
 
-Norms are formed on tensors divided by the largest entry and summed in float64 (``gradscope.metrics.gradients``).
+Squares are formed and summed in float64 (``gradscope.metrics.gradients``).
 The second objective costs one more backward pass through the towers.
 How to read: ratio 1e4 with cosine .5 says that HN still moves the model where InfoNCE has stopped, in a related direction.
 How it can mislead: Adam divides the size away: see ``optimizer``. The norm of ONE micro-batch is not the norm of the step's average
@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradscope.metrics.gradients import cosine, max_abs, squared_parts
+from gradscope.metrics.gradients import cosine, statistics
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
@@ -41,9 +41,8 @@ class Gradient:
         for name, head in step.heads.items():
             if head.param_grads is None:
                 continue
-            unit = max_abs(head.param_grads)
-            squares = squared_parts(head.param_grads, unit)
-            norms[name] = unit.double() * squares.sum().sqrt()
+            found = statistics(head.param_grads, step.memo)
+            unit, squares, norms[name] = found.unit, found.squares, found.norm
             values = {"norm": norms[name], "log10_norm": norms[name].log10(), "max_abs": unit.double()}
             for part, indices in parts.items():
                 own = torch.stack([squares[i] for i in indices])  # squares[indices] would send the list to a GPU, and wait for it

@@ -6,8 +6,9 @@ With Adam's bias-corrected moments m_hat, v_hat (after this step) over all entri
     stale                         share of entries with 0 < |g| < sqrt(v_hat) / 100: the memory of larger gradients mutes this one
     update_ratio.<tower>          norm(weights after - before) / norm(weights before), as applied (decay and clipping included)
 
-Quantiles come from 0.05-decade bins between 1e-20 and 1e3, so they are right to 12 %. A normal distribution of gradients has a stale
-share of about 0.8 %; half of v's memory is ln 2 / (1 - beta2) steps old, 693 at .999.
+Quantiles come from sixteen bins an octave between 2^-67 (7e-21) and 2^10, so they are right to 3 %; smaller sizes, zeros included,
+share the lowest bin, larger ones and nan the highest. Under FSDP each rank reads its shard and the counts are added. A normal
+distribution of gradients has a stale share of about 0.8 %; half of v's memory is ln 2 / (1 - beta2) steps old, 693 at .999.
 Source: Adam (Kingma and Ba, 2015); paper facts, section 7.2. How it can mislead: early steps have little memory, so stale starts low.
 """
 
@@ -19,14 +20,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradscope.metrics.gradients import true_norm
+from gradscope.distributed import local, summed
+from gradscope.metrics.gradients import PIECE, distance, pieces, true_norm
 from gradscope.quantities import quantities
 from gradscope.quantities.gradient import parts_of
 from gradscope.types import Reading, Step
 
 QUANTILES = (0.10, 0.50, 0.90, 0.99)
 STALE = 100.0
-_LOW, _HIGH, _PER_DECADE = -20, 3, 20
+
+#: A bin of sizes is a float32 with all but its exponent and the first four bits of its fraction cut off, counted from 2^-67.
+_CUT = 23 - 4
+_LOWEST, _TOP = (127 - 67) << 4, (67 + 10) << 4
 
 
 @quantities.register("optimizer")
@@ -42,9 +47,12 @@ class Optimizer:
         for part, indices in parts_of(step.names).items():
             if "." in part:
                 continue
-            before = [step.before[i] for i in indices]
-            change = [step.parameters[i].detach() - step.before[i] for i in indices]
-            values[f"update_ratio.{part}"] = true_norm(change) / true_norm(before)
+            before = [local(step.before[i]) for i in indices]
+            after = [local(step.parameters[i].detach()) for i in indices]
+            change, size = distance(after, before), true_norm(before)
+            if step.sharded:
+                change, size = summed(torch.stack([change, size]).square()).sqrt()
+            values[f"update_ratio.{part}"] = change / size
         return [Reading(quantity="optimizer", key=k, term="total", value=v, unit=_unit(k)) for k, v in values.items()]
 
 
@@ -55,29 +63,60 @@ def _unit(key: str) -> str:
 def _adam(step: Step) -> dict[str, Tensor]:
     """Moments are read where an Adam keeps them; an optimizer without them has no normalised step: {}."""
     assert step.optimizer is not None
-    counts = torch.zeros((_HIGH - _LOW) * _PER_DECADE + 1, dtype=torch.int64, device=step.embeddings.text.device)
-    one = torch.ones((), dtype=torch.int64, device=counts.device)
-    totals = torch.zeros(3, dtype=torch.float64, device=counts.device)  # entries, eps-dominated, stale
-    found_any = False
+    device = step.embeddings.text.device
+    counts = torch.zeros(_TOP + 1, dtype=torch.int64, device=device)
+    ones = torch.ones(PIECE, dtype=torch.int64, device=device)
+    found: list[Tensor] = []  # of each piece: eps-dominated, stale
+    entries = 0
     for group in step.optimizer.param_groups:
         for parameter in group["params"]:
             state = step.optimizer.state.get(parameter, {})
             if "exp_avg_sq" not in state or parameter.grad is None:
                 continue
-            found_any = True
-            beta1, beta2 = group["betas"]
-            root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
-            size = (state["exp_avg"] / (1 - beta1 ** state["step"])).abs() / (root + group["eps"])
-            bins = (size.log10().clamp(_LOW, _HIGH).nan_to_num(nan=_HIGH) - _LOW).mul(_PER_DECADE).long()
-            counts.scatter_add_(0, bins.flatten(), one.expand(bins.numel()))  # bincount would make a GPU wait for the host
-            gradient = parameter.grad.abs()
-            stale = (gradient > 0) & (gradient * STALE < root)
-            totals += torch.stack([torch.ones_like(root).sum(), (root < group["eps"]).sum(), stale.sum()]).double()
-    if not found_any:
+            corrections = [1 - beta ** state["step"] for beta in group["betas"]]
+            moments = (pieces(local(state[name])) for name in ("exp_avg", "exp_avg_sq"))
+            for m, v, g in zip(*moments, pieces(local(parameter.grad)), strict=True):
+                root = _wide(v).div(corrections[1]).sqrt_()
+                found.append(torch.stack([_eps_dominated(root, group["eps"]), _stale(g, root)]))
+                _add(counts, _wide(m).div(corrections[0]).div_(root.add(group["eps"])), ones)
+                entries += root.numel()
+    if not found:
         return {}
-    cumulative = counts.cumsum(0).double() / counts.sum()
-    centres = 10.0 ** (_LOW + (torch.arange(len(counts), dtype=torch.float64, device=counts.device) + 0.5) / _PER_DECADE)
-    places = torch.stack([(cumulative < q).sum() for q in QUANTILES]).clamp(max=len(counts) - 1)
-    found = centres.gather(0, places)
-    values = {f"step_q{round(100 * q)}": found[i] for i, q in enumerate(QUANTILES)}
-    return {**values, "eps_dominated": totals[1] / totals[0], "stale": totals[2] / totals[0]}
+    totals = torch.cat([torch.stack(found).sum(dim=0).double(), torch.full_like(counts[:1], entries).double(), counts.double()])
+    stated, counts = (summed(totals) if step.sharded else totals).split([3, _TOP + 1])
+    values = dict(zip((f"step_q{round(100 * q)}" for q in QUANTILES), _quantiles(counts), strict=True))
+    return {**values, "eps_dominated": stated[0] / stated[2], "stale": stated[1] / stated[2]}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _eps_dominated(root: Tensor, eps: float) -> Tensor:
+    """[] number of entries below eps. The comparison fills a float tensor, whose sum is many times faster than that of booleans."""
+    return torch.lt(root, eps, out=torch.empty_like(root)).sum()
+
+
+def _stale(gradient: Tensor, root: Tensor) -> Tensor:
+    """[] number of entries with 0 < |g| * STALE < root."""
+    size = gradient.abs().to(root.dtype).mul_(STALE)
+    muted = torch.lt(size, root, out=torch.empty_like(root))
+    return torch.dot(muted, size.sign_())
+
+
+def _add(counts: Tensor, sizes: Tensor, ones: Tensor) -> None:
+    """Adds a piece's sizes (overwritten) to the counts [bins], by the bits of the floats: no logarithm is taken.
+
+    ``ones`` [PIECE] int64 is what is added; expanding a single one would be slower, and bincount would make a GPU wait for the host.
+    """
+    bins = sizes.float().abs_().view(torch.int32).bitwise_right_shift_(_CUT).sub_(_LOWEST).clamp_(0, _TOP)
+    counts.scatter_add_(0, bins.long(), ones[: bins.numel()])
+
+
+def _quantiles(counts: Tensor) -> Tensor:
+    """Counts [bins] float64 -> the geometric centres of the bins that hold QUANTILES."""
+    edges = ((torch.arange(_TOP + 2, dtype=torch.int32, device=counts.device) + _LOWEST) << _CUT).view(torch.float32).double()
+    centres = (edges[:-1] * edges[1:]).sqrt()
+    cumulative = counts.cumsum(0) / counts.sum()
+    places = torch.stack([(cumulative < q).sum() for q in QUANTILES]).clamp(max=_TOP)
+    return centres.gather(0, places)

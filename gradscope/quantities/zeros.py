@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradscope.metrics.gradients import naive_norm, present, zero_counts
+from gradscope.metrics.gradients import naive_norm, present, statistics
 from gradscope.quantities import quantities
 from gradscope.types import Head, Reading, Step
 
@@ -41,6 +41,9 @@ class Zeros:
         for head in step.heads.values():
             values: dict[str, Tensor | float] = {}
             values |= _matrix("logits", head.logit_grad)
+            if head.scores.excluded is not None:  # a cell outside the softmax is zero by definition
+                kept = ~head.scores.excluded
+                values["entries.logits"] = ((head.logit_grad == 0) & kept).sum().double() / kept.sum()
             values |= _matrix("embeddings", head.image_grad, head.text_grad)
             values["loss_zero_gradient_not"] = ((head.loss == 0) & head.logit_grad.any()).double()
             for direction, gradient in head.direction_grads.items():
@@ -84,7 +87,7 @@ def _direction(direction: str, gradient: Tensor) -> dict[str, Tensor]:
 def _parameters(step: Step, head: Head) -> dict[str, Tensor | float]:
     assert head.param_grads is not None
     grads = head.param_grads
-    zeros = zero_counts(grads)  # [tensors]
+    zeros = statistics(grads, step.memo).zeros  # [tensors]
     sizes = [0 if g is None else g.numel() for g in grads]
     structural, structural_zeros = _structural(step, grads)
     every = sum(sizes)
@@ -112,5 +115,11 @@ def _structural(step: Step, grads: object) -> tuple[Tensor, Tensor]:
         if rows is None or gradient is None:
             continue
         entries = entries + rows.sum() * gradient.shape[1]
-        zeros = zeros + ((gradient == 0).sum(dim=1) * rows).sum()
+        filled = torch.linalg.vector_norm(gradient, 0, dim=1, dtype=_counting(gradient))  # [rows], entries that are not 0
+        zeros = zeros + ((gradient.shape[1] - filled.long()) * rows).sum()
     return entries, zeros
+
+
+def _counting(gradient: Tensor) -> torch.dtype:
+    """A dtype in which a row's entries can be counted: fp16 and bf16 run out of whole numbers."""
+    return torch.promote_types(gradient.dtype, torch.float32)
