@@ -58,6 +58,7 @@ LIGHT = [
     "gradscope.geometry_file",
     "gradscope.protocol",
     "gradscope.metrics.crossing",
+    "gradscope.metrics.octaves",
     "gradscope.cli",
 ]
 

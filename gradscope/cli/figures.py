@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 
 def figure(
-    name: Annotated[str, typer.Argument(help="1, 4, width, start-widths, hardness or gallery.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="1, 4, width, start-widths, sketch, hardness or gallery.", show_default=False)],
     sources: Annotated[
         list[Path],
         typer.Argument(
             help="4: one or two run directories. 1 and width: folders of one data set each that caption-geometry wrote "
-            "(runs/geometry/NAME). start-widths: the CSV of the demo. hardness and gallery: JSON files that eval wrote.",
+            "(runs/geometry/NAME). start-widths: the CSV of the demo. sketch: a run directory. "
+            "hardness and gallery: JSON files that eval wrote.",
             show_default=False,
         ),
     ],
@@ -53,6 +54,13 @@ def _draw(name: str, sources: list[Path]) -> tuple[Figure, DataFrame, Path]:
             raise ValueError(f"figure 4 takes one run, or an HN and an InfoNCE run; {len(sources)} were given.")
         runs = [Run(path) for path in sources]
         return *figures[name](*runs), runs[0].figures_dir
+    if name == "sketch":
+        from gradscope.runlog import Run
+
+        if len(sources) != 1:
+            raise ValueError(f"figure sketch takes one run directory; {len(sources)} were given.")
+        run = Run(sources[0])
+        return *figures[name](run), run.figures_dir
     if name == "start-widths":
         return *figures[name](_table(sources)), sources[0].parent
     if name in ("hardness", "gallery"):
