@@ -2,13 +2,13 @@
 
     fp64         everything in float64, from the rows given
     fp32         everything in fp32
-    bf16, fp16   as under torch.autocast: products of the two embedding matrices, and so the logits, in that type; cross-entropy in fp32
+    bf16, fp16   as under torch.autocast: products of the two embedding matrices, and so the logits, in that type; the loss in fp32
     loss_scale   the loss is multiplied by it before the backward pass, the gradients are divided by it (in float64) afterwards
 
 Zeros, lost pulls and row sums are counted on the raw tensors of that backward, before anything is divided. ``measure`` stops at the
 N x D embeddings: no tower, no parameter, seconds on a CPU. The form of the loss is a ``PairLoss``, which ``pair_loss`` makes of any
-objective. The truth is the float64 pass in residual form: plain cross-entropy in float64 loses the
-pull too, once the residual is under 1e-16.
+objective. The truth is the float64 pass in residual form: plain cross-entropy in float64 loses the pull too, once the residual is under
+1e-16.
 
 Source: paper facts, section 7.1 and 7.3; mixed precision with a loss scale: Micikevicius et al., 2018.
 How to read: a loss of 0.0 beside log10_loss_true -9 and zero_share 0 is only the print that ended; zero_share 1 is the signal that did.
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from gradscope.metrics.gradients import cosine, max_abs, squared_parts, true_norm
+from gradscope.metrics.softmax import per_direction
 from gradscope.objectives.objective import Objective, SoftmaxObjective
 from gradscope.objectives.scores import LOSS_FORMS, symmetric_loss
 from gradscope.registry import unknown_name
@@ -79,14 +80,28 @@ def pair_loss(objective: Objective, form: str = "plain", order: str = "scale las
     plain = type(objective).loss is SoftmaxObjective.loss  # others form their loss in their own way
     if not plain and form != "plain":
         raise ValueError(f"the loss form '{form}' is for a plain softmax (infonce, hn); {type(objective).__name__} has one form only.")
+    loss = partial(symmetric_loss, form=form) if plain else objective.loss
     return PairLoss(
         scores=scores,
-        loss=partial(symmetric_loss, form=form) if plain else objective.loss,
+        loss=symmetric_loss if plain and form == "plain" else partial(_on_fp32, loss),
         exact_loss=objective.exact_loss,
         log10_loss=objective.log10_loss,
         residual=objective.residual,
-        rows=LOSS_FORMS[form] if plain else None,
+        rows=partial(_rows_on_fp32, LOSS_FORMS[form]) if plain else None,
     )
+
+
+def _on_fp32(loss: Callable[[Scores], Tensor], scores: Scores) -> Tensor:
+    """A loss on half-precision logits made fp32. Autocast does so for cross-entropy itself, once per direction; for others it does not."""
+    return loss(replace(scores, logits=_widened(scores.logits)))
+
+
+def _rows_on_fp32(rows: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    return rows(_widened(logits))
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in _HALF.values() else logits
 
 
 def _scale_first(scores: Callable[[Tensor, Tensor, Tensor], Scores], image: Tensor, text: Tensor, scale: Tensor) -> Scores:
@@ -189,10 +204,10 @@ def one_pass(
         scores = objective.scores(pair[0], pair[1], torch.as_tensor(scale, dtype=dtype, device=image.device).detach())
         loss = objective.loss(scores).mean()
         logit_grad, image_grad, text_grad = torch.autograd.grad(loss * loss_scale, [scores.logits, *pair])
-        logits = scores.logits.detach()
-        row_grads = () if objective.rows is None else tuple(_row_grad(m, objective.rows, loss_scale) for m in (logits, logits.T))
+        sides = per_direction(scores.logits.detach()).values()
+        row_grads = () if objective.rows is None else tuple(_row_grad(m, objective.rows, loss_scale) for m in sides)
     return Pass(
-        logits=logits,
+        logits=scores.logits.detach(),
         loss=loss.detach(),
         logit_grad=logit_grad,
         row_grads=row_grads,
@@ -240,7 +255,7 @@ def _gradient_values(made: Pass, truth: Pass) -> dict[str, Tensor]:
     unscaled = [g.double() / made.loss_scale for g in made.gradient]
     nan = torch.full((), math.nan, dtype=torch.float64, device=raw.device)
     return {
-        "gradient_norm": true_norm(unscaled),
+        "gradient_norm": true_norm(unscaled).abs(),  # never -0.0
         "zero_share": (raw == 0).double().mean(),
         "zero_rows": (raw == 0).all(dim=1).double().mean(),
         "non_finite": (~raw.isfinite()).double().mean(),
