@@ -9,6 +9,7 @@ import typer
 from gradscope.cli.compare import compare
 from gradscope.cli.data import app as data
 from gradscope.cli.demo import demo
+from gradscope.cli.embedding_geometry import embedding_geometry
 from gradscope.cli.encoders import app as encoders
 from gradscope.cli.evaluate import evaluate
 from gradscope.cli.figures import figure
@@ -35,6 +36,7 @@ app.command("eval")(evaluate)
 app.command("compare")(compare)
 app.command("probe")(probe)
 app.command("caption-geometry")(caption_geometry)
+app.command("embedding-geometry")(embedding_geometry)
 app.command("figure")(figure)
 app.command("demo")(demo)
 app.add_typer(data)

@@ -1,0 +1,100 @@
+"""gradscope embedding-geometry"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gradscope.protocol import Protocol
+
+#: Row label -> (key, decimals); a key in "a b" form shows two numbers, separated by a bar.
+_ROWS = {
+    "alignment (E|v-t|²)": ("alignment", 4),
+    "modality gap": ("modality_gap", 4),
+    "relative modality gap": ("relative_gap", 4),
+    "uniformity: image | text": ("uniformity.image uniformity.text", 3),
+    "mean cosine: image | text": ("mean_cosine.image mean_cosine.text", 4),
+    "effective rank: image | text": ("effective_rank.image effective_rank.text", 1),
+    "effective rank, centred: image | text": ("effective_rank_centred.image effective_rank_centred.text", 1),
+    "hubs, skewness: i2t | t2i": ("hub_skewness.i2t hub_skewness.t2i", 2),
+    "hubs, largest (share of anchors): i2t | t2i": ("hub_largest.i2t hub_largest.t2i", 4),
+    "anti-hubs (share): i2t | t2i": ("antihubs.i2t antihubs.t2i", 3),
+    "gap, 10 %: i2t | t2i": ("gap_q10.i2t gap_q10.t2i", 4),
+    "gap, median: i2t | t2i": ("gap_q50.i2t gap_q50.t2i", 4),
+    "gap, 90 %: i2t | t2i": ("gap_q90.i2t gap_q90.t2i", 4),
+    "gap below 0 (share): i2t | t2i": ("violated.i2t violated.t2i", 4),
+}
+
+
+def embedding_geometry(
+    files: Annotated[list[Path], typer.Argument(help="Files of `gradscope eval --save-embeddings`.", show_default=False)],
+    k: Annotated[int, typer.Option(help="Nearest candidates counted for hubs.", min=1)] = 10,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Alignment, uniformity, modality gap, rank, hubs and gap of a gallery; several files side by side are a course over time.
+
+    Example: gradscope embedding-geometry start.safetensors epoch1.safetensors epoch3.safetensors
+    """
+    import json
+
+    from gradscope.console import out, progress
+    from gradscope.embeddings_file import load_embeddings
+    from gradscope.encoders.load import resolve_device
+    from gradscope.metrics.gallery_geometry import embedding_geometry as measured
+
+    place = resolve_device(device)
+    found, protocols = [], []
+    for file in files:
+        embedded, protocol = load_embeddings(file)
+        with progress(f"all pairs of {file.name}") as advance:
+            values = measured(
+                embedded.image.to(place), embedded.text.to(place), embedded.image_of_text.to(place), k=k, progress=advance
+            )  # fmt: skip
+        found.append(values)
+        protocols.append(protocol)
+    if json_:
+        told = [{"file": str(file), **p.facts(), "geometry": v} for file, p, v in zip(files, protocols, found, strict=True)]
+        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+        return
+    out.print(_table(files, protocols, found, k))
+    for line in _notes(files, protocols, found):
+        out.print(line, soft_wrap=True)
+
+
+def _table(files: list[Path], protocols: list[Protocol], found: list[dict[str, float]], k: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"Geometry of embeddings (hubs among the {k} nearest)", title_justify="left")
+    table.add_column("")
+    for name in _labels(files):
+        table.add_column(name, justify="right")
+    table.add_row("encoder", *(p.encoder for p in protocols))
+    table.add_row("data", *(f"{p.data} {p.split}" for p in protocols))
+    table.add_row("images | captions", *(f"{v['images']:,.0f} | {v['captions']:,.0f}" for v in found))
+    for label, (keys, decimals) in _ROWS.items():
+        table.add_row(label, *(" | ".join(f"{values[key]:.{decimals}f}" for key in keys.split()) for values in found))
+    return table
+
+
+def _labels(files: list[Path]) -> list[str]:
+    stems = [file.stem for file in files]
+    return [stem if stems.count(stem) == 1 else str(file) for stem, file in zip(stems, files, strict=True)]
+
+
+def _notes(files: list[Path], protocols: list[Protocol], found: list[dict[str, float]]) -> list[str]:
+    """What the numbers cannot say."""
+    limits = sorted({int(min(values["images"], values["captions"], values["width"])) for values in found})
+    notes = [f"effective rank can be at most {' or '.join(f'{limit:,}' for limit in limits)}: the rows, or the width"]
+    for file, values in zip(files, found, strict=True):
+        if values["excluded.image"] or values["excluded.text"]:
+            lost = f"{values['excluded.image']:,.0f} image and {values['excluded.text']:,.0f} caption rows"
+            notes.append(f"{file}: {lost} are not finite and were left out")
+    if len({(p.data, p.split, p.images, p.captions) for p in protocols}) > 1:
+        notes.append("the files hold different galleries: rank, hubs and gap depend on the number of rows, so compare files of one")
+    return notes
