@@ -22,6 +22,7 @@ OBJECTIVES = ("infonce", "hn")
 READ_ONLY_OBJECTIVES = ("dcl", "hardness_weighted", "siglip")
 MARGINS = ("live", "frozen", "external", "fixed", "centred")
 LOSS_FORMS = ("plain", "residual")
+DUPLICATES = ("keep", "exclude")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ON_BAD_IMAGE = ("error", "skip")
 ON_TOO_LONG = ("truncate", "error")
@@ -69,7 +70,10 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """gamma and margin belong to hn; infonce resolves them to 0 and "none". margin_encoder belongs to the external margin."""
+    """gamma and margin belong to hn; infonce resolves them to 0 and "none". margin_encoder belongs to the external margin.
+
+    duplicates: whether captions of identical token ids stay each other's negatives.
+    """
 
     framework: str = "clip"
     name: str = "infonce"
@@ -78,6 +82,7 @@ class Objective:
     margin_encoder: str = ""
     token_weight: float = 0.0
     loss_form: str = "plain"
+    duplicates: str = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +277,7 @@ def check(recipe: Recipe) -> None:
                 "and no other margin uses one; give both --margin external and --margin-encoder NAME, or neither"
             )
     _one_of("--loss-form", objective.loss_form, LOSS_FORMS)
+    _one_of("--duplicates", objective.duplicates, DUPLICATES)
     _one_of("--precision", train.precision, PRECISIONS)
     _one_of("--on-bad-image", recipe.data.on_bad_image, ON_BAD_IMAGE)
     _one_of("--on-too-long", recipe.data.on_too_long, ON_TOO_LONG)

@@ -32,6 +32,7 @@ from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import FixedCaptions, fixed_captions
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.metrics.duplicates import repeats
 from gradscope.objectives import objectives
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
@@ -122,6 +123,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             truncated_captions=batches.tokenized.truncated(),
             truncated_validation_captions=tested_tokens.truncated(),
             repeated_captions=len(data.train) - len({record.captions[0] for record in data.train}),
+            repeated_token_ids=repeats(batches.tokenized.ids),
         )
         log, first = _open_log(stack, recipe, output, resume, facts)
         if first > 1:
@@ -156,26 +158,29 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 reader.begin(step, (step - 1) * batches.per_step)
             losses: list[Tensor] = []  # of each micro-batch (cached: of the one wide batch)
             parts: list[Tensor] = []  # [terms] each
+            excluded: list[Tensor | None] = []  # [N, N] of each softmax
             if settings.accumulate_mode == "cached":
                 whole = cached.joined(micro_batches)
                 token_scale = None if encoder.token_log_scale is None else encoder.token_log_scale.float().exp()
                 embeddings = cached.embed_all(embed, micro_batches, encoder.scale(), token_scale)
-                terms = framework(embeddings, fixed.margin_text(whole))
+                terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"])
                 total = total_loss(terms)
                 with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=True):
                     total.backward()
                     cached.replay(embed, micro_batches, embeddings, reader.replaying if reader else _ignore)
                 losses.append(total.detach())
                 parts.append(_term_losses(terms))
+                excluded.append(_excluded(terms))
             else:
                 for batch in micro_batches:
                     embeddings = embed(batch)
-                    terms = framework(embeddings, fixed.margin_text(batch))
+                    terms = framework(embeddings, fixed.margin_text(batch), batch.texts["full"])
                     total = total_loss(terms)
                     with _watching(reader, batch, embeddings, terms, fixed, scaler, replayed=False):
                         scaler.scale(total).backward()
                     losses.append(total.detach())
                     parts.append(_term_losses(terms))
+                    excluded.append(_excluded(terms))
             scaler.unscale_(optimizer)
             if step == first:
                 _say_untouched(encoder, step, say)
@@ -187,7 +192,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if settings.grad_clip > 0:
                 torch.nn.utils.clip_grads_with_norm_(parameters, settings.grad_clip, norm)
             row = _step_row(step, epoch, batches, losses, parts, terms, encoder, norm, optimizer, micro_batches)
-            row["negatives_per_anchor"] = recipe.negatives_per_anchor
+            row |= {"negatives_per_anchor": recipe.negatives_per_anchor, **_left_out(excluded)}
             if not math.isfinite(row["loss"]):
                 _stop(row, reader, encoder, log)
             loss_scale = scaler.get_scale()
@@ -237,6 +242,7 @@ def make_framework(recipe: Recipe) -> Clip:
         objective=component(**{name: getattr(objective, name) for name in fields}),
         loss_form=objective.loss_form,
         token_weight=objective.token_weight,
+        duplicates=objective.duplicates,
     )
 
 
@@ -247,6 +253,7 @@ def make_reader(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer
     hn = framework.objective if isinstance(framework.objective, HN) else HN(gamma=PAPER_GAMMA)
     settings = recipe.train
     batches = f"micro-batch 1/{settings.accumulate}" if settings.accumulate_mode == "narrow" else "whole step"
+    left_out = "; duplicates excluded" if framework.duplicates == "exclude" else ""
     return StepReader(
         model=encoder,
         objectives={"infonce": InfoNCE(), "hn": hn},
@@ -259,7 +266,8 @@ def make_reader(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer
         scale_max=settings.scale_max if settings.scale == "learn" else None,  # a fixed scale is not clamped
         half=settings.precision == "fp16",
         optimizer=optimizer,
-        stamps=f"{batches}; width {recipe.width}; gamma {hn.gamma:g} {hn.margin}; towers {settings.precision}, loss fp32; unscaled",
+        stamps=f"{batches}; width {recipe.width}; gamma {hn.gamma:g} {hn.margin}; towers {settings.precision}, loss fp32; unscaled"
+        + left_out,
     )
 
 
@@ -377,6 +385,22 @@ def _step_row(
 
 def _term_losses(terms: Sequence[Term]) -> Tensor:
     return torch.stack([term.loss.detach().mean() for term in terms])
+
+
+def _excluded(terms: Sequence[Term]) -> Tensor | None:
+    """The cells of a softmax that were no negatives, [N, N]."""
+    assert terms[0].scores is not None
+    return terms[0].scores.excluded
+
+
+def _left_out(excluded: Sequence[Tensor | None]) -> dict[str, int]:
+    """With --duplicates exclude: how many pairs of captions were no negatives of each other, and how many anchors had no negative."""
+    masks = [mask for mask in excluded if mask is not None]
+    if not masks:
+        return {}
+    of_anchor = torch.stack([mask.sum(dim=1) for mask in masks])  # [softmaxes, N]
+    pairs, alone = torch.stack([of_anchor.sum() // 2, (of_anchor == of_anchor.shape[1] - 1).sum()]).tolist()
+    return {"duplicates_excluded": pairs, "anchors_without_negatives": alone}
 
 
 def _peak_memory(device: torch.device) -> float:

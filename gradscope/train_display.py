@@ -27,8 +27,15 @@ def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, 
         f"peak rate {settings.lr:g} after {settings.warmup} steps of warm-up, then a cosine\n"
         f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens "
         f"(and {facts['truncated_validation_captions']} of validation), "
-        f"{facts['repeated_captions']} repeat another word for word"
+        f"{facts['repeated_captions']} repeat another word for word{_repeated(facts['repeated_token_ids'], objective.duplicates)}"
     )
+
+
+def _repeated(captions: int, duplicates: str) -> str:
+    if not captions:
+        return ""
+    role = "are each other's negatives" if duplicates == "keep" else "are no negatives of each other"
+    return f", {captions} token for token; these {role} (--duplicates {duplicates})"
 
 
 @contextmanager

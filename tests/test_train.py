@@ -385,8 +385,8 @@ def test_the_frozen_margin_stays_frozen_while_the_captions_move(small_encoder, r
     seen = []
     original = clip.Clip.__call__
 
-    def call(self, embeddings, margin_text=None):
-        terms = original(self, embeddings, margin_text)
+    def call(self, embeddings, margin_text=None, token_ids=None):
+        terms = original(self, embeddings, margin_text, token_ids)
         seen.append((terms[0].scores.margin.clone(), embeddings.text.detach().clone()))
         return terms
 
@@ -414,8 +414,8 @@ def test_an_external_margin_is_made_of_the_other_encoders_captions(recipe, tmp_p
     seen = []
     original = clip.Clip.__call__
 
-    def call(self, embeddings, margin_text=None):
-        terms = original(self, embeddings, margin_text)
+    def call(self, embeddings, margin_text=None, token_ids=None):
+        terms = original(self, embeddings, margin_text, token_ids)
         seen.append(terms[0].scores.margin.clone())
         return terms
 

