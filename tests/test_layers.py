@@ -18,7 +18,7 @@ LAYERS = {
     0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed"],
     1: ["objectives", "metrics", "data"],
     2: ["quantities", "encoders", "frameworks", "recipe"],
-    3: ["step_reader", "found", "optim", "checkpoint", "cached", "resume", "run_checkpoints"],
+    3: ["step_reader", "found", "optim", "checkpoint", "cached", "resume", "run_checkpoints", "counterfactual", "zero_evidence"],
     4: [
         "train",
         "probe",
@@ -39,6 +39,8 @@ LAYERS = {
         "verdict",
         "training_data",
         "fixed_captions",
+        "zero_accounting",
+        "zero_batch",
     ],
     5: ["figures", "demo"],
     6: ["cli"],

@@ -1,0 +1,211 @@
+"""One batch, run again under other circumstances: in wider dtypes, and with the loss multiplied before backward.
+
+A closure makes the forward pass and returns the loss []. It is handed a ``Pass`` and must use it, so that the same lines give every
+pass:
+
+    def closure(run):
+        with run.autocast():
+            image, text = run.model(run.cast(pixels), ids)
+        return contrastive_loss(image, text)
+
+All passes see the same random draws. The weights, ``.grad``, buffers, modes and random state of the model are left as they were; a
+reference runs on a copy. Inside a reference, casts to a narrower dtype (``.float()``, ``.to(torch.float32)``, ``dtype=torch.float32``)
+become casts to the reference's, and new tensors are made in it.
+The model may not be sharded, nor wrapped for compilation or several processes: give the module inside.
+How it can mislead: a kernel that rounds inside is not seen, nor are modules with weights that are not part of ``model``; dropout of a
+device whose generator draws differently by dtype has another mask in the references.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What a closure is asked for: ``model`` is the user's or a copy in a wider dtype, ``dtype`` what to compute in."""
+
+    model: nn.Module
+    dtype: torch.dtype
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Autocast to ``dtype`` in a half-precision pass, none in the others."""
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, dtype=self.dtype) if self.dtype in HALF else torch.autocast(device, enabled=False)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """Inputs for the model: floating tensors narrower than ``dtype`` are widened, others returned as they are."""
+        return tensor.to(self.dtype) if _narrower(tensor.dtype, self.dtype) else tensor
+
+
+Closure = Callable[[Pass], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The pass itself, and the same graph under the largest power of two that overflows nowhere.
+
+    ``gradient`` is unscaled, by parameter name, None where the loss does not reach. ``multiplied`` says which entries are non-zero
+    under 2^``exponent``; both are empty or None where even a factor of 1 overflows.
+    """
+
+    loss: float
+    gradient: Mapping[str, Tensor | None]
+    exponent: int | None
+    multiplied: Mapping[str, Tensor]
+
+
+def wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes a pass is held against, the narrowest first."""
+    return tuple(wide for wide in (torch.float32, torch.float64) if _narrower(dtype, wide))
+
+
+def measure(model: nn.Module, closure: Closure, dtype: torch.dtype, loss_scale: float) -> Measured:
+    """Runs the pass on the user's model and searches the largest factor. Raises ValueError for a loss that cannot be used."""
+    parameters = _trainable(model)
+    with _kept(model), torch.enable_grad():
+        loss = _checked(closure(Pass(model=model, dtype=dtype)), dtype)
+        gradient = _gradient(loss, parameters, loss_scale)
+        exponent, multiplied = _largest_factor(loss, parameters)
+    if loss_scale != 1:
+        gradient = {name: None if g is None else g / loss_scale for name, g in gradient.items()}
+    return Measured(loss=float(loss.detach()), gradient=gradient, exponent=exponent, multiplied=multiplied)
+
+
+def reference(model: nn.Module, closure: Closure, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """The gradient of a copy of ``model`` in ``dtype``, by name; None where the loss does not reach.
+
+    Raises:
+        ValueError: the closure does not use its ``Pass``, or the model cannot be copied.
+    """
+    try:
+        twin = copy.deepcopy(model).to(dtype)
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot be copied for the {_word(dtype)} pass ({error}); leave it out with references=()"
+        ) from error
+    mode = _Widened(dtype)
+    try:
+        # activations that are computed anew during backward must be so under the mode, which is a thread's own
+        with _kept(twin), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), _default(dtype), mode:
+            loss = _checked(closure(Pass(model=twin, dtype=dtype)), dtype)
+            gradient = _gradient(loss, _trainable(twin), 1.0)
+    except RuntimeError as error:
+        what = str(error).splitlines()[0]
+        raise ValueError(
+            f"the closure does not run in {_word(dtype)} ({what}); pass floating inputs through run.cast(...), or leave the reference "
+            "out with references=()"
+        ) from error
+    if mode.narrowed:
+        raise ValueError(f"the {_word(dtype)} pass computed in {mode.narrowed}; use run.autocast() in place of torch.autocast")
+    if all(g is None for g in gradient.values()):
+        raise ValueError("the loss of the closure does not depend on run.model; compute it with run.model, not with your own variable")
+    return gradient
+
+
+# ---- backward
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _gradient(loss: Tensor, parameters: Mapping[str, nn.Parameter], factor: float) -> dict[str, Tensor | None]:
+    """The gradient of factor * loss. The graph is kept; ``.grad`` is not touched, and no hook of an optimizer fires."""
+    seed = torch.full_like(loss, factor)
+    found = torch.autograd.grad(loss, list(parameters.values()), seed, retain_graph=True, allow_unused=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _largest_factor(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> tuple[int | None, dict[str, Tensor]]:
+    """By bisection over k: a factor that overflows somewhere still does when it is doubled."""
+    low, high, best = -1, math.frexp(torch.finfo(loss.dtype).max)[1] - 1, {}
+    while low < high:
+        k = (low + high + 1) // 2
+        found = {name: g for name, g in _gradient(loss, parameters, 2.0**k).items() if g is not None}
+        if all(torch.stack([torch.isfinite(g).all() for g in found.values()]).tolist()):
+            low, best = k, {name: g != 0 for name, g in found.items()}
+        else:
+            high = k - 1
+    return (low, best) if low >= 0 else (None, {})
+
+
+def _checked(loss: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) and loss.ndim else "nothing with a gradient"
+        raise ValueError(f"the closure must return the loss, one number with a gradient; it returned {what}")
+    if not math.isfinite(float(loss.detach())):
+        raise ValueError(
+            f"the loss of the {_word(dtype)} pass is {float(loss.detach())}, so there is no gradient; try a wider precision"
+        )
+    return loss
+
+
+# ---- leaving no trace
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Restores random states and buffers afterwards, so that every pass starts from the same."""
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _narrower(dtype: object, than: torch.dtype) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < than.itemsize
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Widened(TorchFunctionMode):
+    """Turns casts to narrower dtypes into casts to ``dtype``, and notes the first operation that narrows all the same."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.narrowed = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0] if args[0].dtype.itemsize >= self.dtype.itemsize else args[0].to(self.dtype)
+        args = [self._wide(value) for value in args]
+        kwargs = {key: self._wide(value) for key, value in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and _narrower(result.dtype, self.dtype) and not self.narrowed:
+            inputs = [value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            if self.dtype in inputs:
+                self.narrowed = f"{_word(result.dtype)} at '{getattr(func, '__name__', func)}'"
+        return result
+
+    def _wide(self, value: Any) -> Any:
+        return self.dtype if _narrower(value, self.dtype) else value
