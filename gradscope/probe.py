@@ -119,6 +119,7 @@ class Probe:
         self._normalise: bool | None = None
         self._unseen = 0
         self._stepped = False
+        self._overflows: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
         self._ended = time.perf_counter()
 
@@ -182,7 +183,7 @@ class Probe:
             self._stepped = False
             result = original(optimizer, *args, **kwargs)
             if optimizer is self.reader.optimizer and not self._stepped:
-                self._end_step(skipped=True)
+                self._end_step(skipped=1)
             return result
 
         self.scaler.step = step
@@ -262,7 +263,7 @@ class Probe:
         ids = ids if ids is not None and len(ids) == len(seen.text) else None
         observed = self._observed(embeddings, None if captions is None else tuple(captions), ids, lengths)
         self._log.width = len((observed.candidates or embeddings).text)
-        self.reader.open(embeddings, observed, unscale=self._unscale())
+        self.reader.open(embeddings, observed)
 
     def _observed(
         self, embeddings: Embeddings, captions: tuple[str, ...] | None, ids: Tensor | None, lengths: Tensor | None
@@ -290,8 +291,9 @@ class Probe:
     # ---- backward and optimizer
 
     def _backward_ended(self) -> None:
-        self.reader.close()
-        self.reader.backward_ended(self._unscale())
+        unscale = self._unscale()
+        self.reader.close(unscale)
+        self.reader.backward_ended(unscale)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped = True
@@ -302,19 +304,32 @@ class Probe:
         self.reader.accumulated([], 1.0 if fused is None else fused.detach().reciprocal())
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.reader.updated()
-        self._end_step(skipped=False)
+        skipped = self._skipped_inside(optimizer)
+        self.reader.updated(bool(skipped))
+        self._end_step(skipped)
+
+    def _skipped_inside(self, optimizer: Optimizer) -> int:
+        """A fused optimizer leaves a step out in its own kernel, hooks and all. Counted on the device, and read on probed steps: the
+        number of steps left out since the last one."""
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None:
+            found_now = (overflow.detach() > 0).sum()
+            self._overflows = found_now if self._overflows is None else self._overflows + found_now
+        if self._overflows is None or not self.reader.reading:
+            return 0
+        count, self._overflows = int(self._overflows), None
+        return count
 
     def _say_unseen(self) -> None:
         self._unseen += 1
         if self._unseen % UNSEEN_EVERY == 1:
             where = "the loss was not called" if self.loss is not None else "the model returned no two matrices of embeddings"
             self.reader.failures.append(
-                f"step {self._index}: the optimizer stepped, but no embeddings were seen: {where}, or its hook became a no-op (a module "
-                "compiled after attaching). Give the module that the loop calls, loss=, or use probe.watch"
+                f"step {self._index}: the optimizer stepped, but no embeddings were seen: {where}, or its hook became a no-op "
+                "(a module compiled after attaching). Give the module that the loop calls, loss=, or use probe.watch"
             )
 
-    def _end_step(self, skipped: bool) -> None:
+    def _end_step(self, skipped: int) -> None:
         self.reader.stamps = self._stamps()
         rows = self.reader.flush()
         now = time.perf_counter()

@@ -56,11 +56,13 @@ class ProbeLog:
         epoch: int,
         readings: Sequence[Mapping[str, Any]],
         *,
-        skipped: bool,
+        skipped: int,
         loss_scale: float | None,
         facts: Mapping[str, float],
     ) -> None:
-        """The readings of one step and its step row; nothing for a step that was neither probed nor skipped."""
+        """The readings of one step and its step row; nothing for a step that was neither probed nor skipped.
+
+        ``skipped`` counts the steps that mixed precision left out: this one, or with a fused optimizer all since the last row."""
         log = self._opened() if readings or skipped else None
         if log is None:
             return
@@ -68,7 +70,7 @@ class ProbeLog:
         values = {(row["quantity"], row["term"], row["key"]): row["value"] for row in readings}
         row = {"step": step, "samples": samples, "epoch": epoch, "loss": values.get(("loss", self.trained or "infonce", "trained"))}
         row |= {"scale": values.get(("scale", "", "value")), "grad_norm": values.get(("accumulation", "total", "norm"))}
-        log.write_steps([{**row, "loss_scale": loss_scale, "skipped": int(skipped), **facts}])
+        log.write_steps([{**row, "loss_scale": loss_scale, "skipped": skipped, **facts}])
 
     def say(self, line: str) -> None:
         """A line for the run's console log; kept until there is one."""

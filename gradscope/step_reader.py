@@ -254,12 +254,14 @@ class StepReader:
         for handle in opened.handles if opened else ():
             handle.remove()
 
-    def close(self) -> None:
-        """After the backward of the measured batch: reads phase "batch"."""
+    def close(self, unscale: Tensor | float | None = None) -> None:
+        """After the backward of the measured batch: reads phase "batch". ``unscale`` replaces what ``open`` was told: a loss scale
+        may not exist before the first backward."""
         opened = self._opened
         self.abandon()
         if opened is None:
             return
+        opened.unscale = opened.unscale if unscale is None else unscale
         try:
             with self._timed("heads"):
                 self._step = self._measured(opened)
@@ -294,6 +296,7 @@ class StepReader:
     def _measured(self, opened: _Open) -> Step:
         """The step as the quantities see it, from what was known before the backward and what passed by during it."""
         known, grads, unscale = dict(opened.known), dict(opened.param_grads), opened.unscale
+        factors: dict[str, Tensor | float] = {}
         silent = sorted(opened.watched - set(opened.kept))
         if silent:
             raise RuntimeError(f"no gradient passed by at {', '.join(silent)}: the hook is dead, or the loss does not reach them")
@@ -302,7 +305,10 @@ class StepReader:
             assert scores is not None
             known[self.trained] = _of_training(scores, total_loss(opened.terms), opened.kept, unscale)
         if self.needs("param_grads") and self.trained in known and self.trained not in grads and (opened.fresh or opened.terms):
-            grads[self.trained] = [_scaled(p.grad, self._grad_factor(opened, known[self.trained])) for p in self.parameters]
+            grads[self.trained], factors[self.trained] = (
+                [p.grad for p in self.parameters],
+                self._grad_factor(opened, known[self.trained]),
+            )
         at = opened.observed.candidates or opened.embeddings
         return Step(
             index=self._index,
@@ -319,7 +325,7 @@ class StepReader:
             token_ids=opened.observed.token_ids,
             lengths=opened.observed.lengths,
             initial_text=opened.observed.initial_text,
-            heads={name: self._head(name, known[name], grads.get(name)) for name in self.objectives},
+            heads={name: self._head(name, known[name], grads.get(name), factors.get(name, 1.0)) for name in self.objectives},
             names=self.names,
             parameters=self.parameters,
             structural_rows=self._structural(opened.observed.token_ids),
@@ -390,13 +396,13 @@ class StepReader:
         ``rows`` of that gradient are those of ``embeddings``. It passes fp16 towers under a factor of its own, since the loss scale
         suits the trained objective's size only.
         """
-        outputs, grads = [], []
+        pairs: list[tuple[Tensor, Tensor]] = []
         if not replayed:
-            outputs, grads = [embeddings.image, embeddings.text], [watched.image_grad[rows], watched.text_grad[rows]]
-            grads = [gradient.to(rows_.dtype) for gradient, rows_ in zip(grads, outputs, strict=True)]
-        if embeddings.scale.requires_grad:
-            assert watched.scale_grad is not None
-            outputs, grads = [*outputs, embeddings.scale], [*grads, watched.scale_grad]
+            pairs += [(embeddings.image, watched.image_grad[rows]), (embeddings.text, watched.text_grad[rows])]
+        if watched.scale_grad is not None:
+            pairs.append((embeddings.scale, watched.scale_grad))
+        live = [(output, gradient.to(output.dtype)) for output, gradient in pairs if output.requires_grad]  # a frozen tower has none
+        outputs, grads = [output for output, _ in live], [gradient for _, gradient in live]
         if not outputs:
             return [None] * len(self.parameters)
         if not self.half:
@@ -406,7 +412,7 @@ class StepReader:
         found = torch.autograd.grad(outputs, self.parameters, scaled, retain_graph=True, allow_unused=True)
         return [None if gradient is None else gradient / factor for gradient in found]
 
-    def _head(self, name: str, watched: Watched, param_grads: Sequence[Tensor | None] | None) -> Head:
+    def _head(self, name: str, watched: Watched, param_grads: Sequence[Tensor | None] | None, factor: Tensor | float) -> Head:
         logits = watched.scores.logits
         return Head(
             name=name,
@@ -419,6 +425,7 @@ class StepReader:
             image_grad=watched.image_grad,
             text_grad=watched.text_grad,
             param_grads=param_grads,
+            param_factor=factor,
             directions=self.directions,
         )
 
@@ -450,12 +457,13 @@ class StepReader:
 
     def backward_ended(self, unscale: Tensor | float = 1.0) -> None:
         """After each backward of a loop that is not ours: the norm of ``.grad``, since the loop may clip before we see it again."""
-        if self._step is None:
+        if self._step is None or "accumulation" not in self.quantities:
             return
         with self._timed("accumulation"), torch.no_grad():
-            grads = [local(p.grad) for p in self.parameters if p.grad is not None]
-            norm = norm_over_ranks(grads, any(is_sharded(p) for p in self.parameters)) * unscale if grads else None
-            self._step = replace(self._step, norm_before_clipping=norm)
+            grads = [None if p.grad is None else local(p.grad) for p in self.parameters]
+            if any(gradient is not None for gradient in grads):
+                norm = norm_over_ranks(grads, any(is_sharded(p) for p in self.parameters), self._step.memo) * unscale
+                self._step = replace(self._step, norm_before_clipping=norm)
 
     def updated(self, skipped: bool = False) -> None:
         """After the optimizer's step; a step that mixed precision skipped has no update to read."""
