@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from gradscope.cli.audit import audit
 from gradscope.cli.compare import compare
 from gradscope.cli.data import app as data
 from gradscope.cli.demo import demo
@@ -35,6 +36,7 @@ app.command("sweep")(sweep)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
 app.command("probe")(probe)
+app.command("audit")(audit)
 app.command("caption-geometry")(caption_geometry)
 app.command("embedding-geometry")(embedding_geometry)
 app.command("figure")(figure)

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 
 def figure(
-    name: Annotated[str, typer.Argument(help="1, 4, width, start-widths, sketch, hardness or gallery.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="1, 4, width, start-widths, sketch, hardness, gallery or precision-audit.", show_default=False)
+    ],
     sources: Annotated[
         list[Path],
         typer.Argument(
             help="4: one or two run directories. 1 and width: folders of one data set each that caption-geometry wrote "
             "(runs/geometry/NAME). start-widths: the CSV of the demo. sketch: a run directory. "
-            "hardness and gallery: JSON files that eval wrote.",
+            "hardness and gallery: JSON files that eval wrote. precision-audit: the CSV of audit.",
             show_default=False,
         ),
     ],
@@ -61,8 +63,8 @@ def _draw(name: str, sources: list[Path]) -> tuple[Figure, DataFrame, Path]:
             raise ValueError(f"figure sketch takes one run directory; {len(sources)} were given.")
         run = Run(sources[0])
         return *figures[name](run), run.figures_dir
-    if name == "start-widths":
-        return *figures[name](_table(sources)), sources[0].parent
+    if name in ("start-widths", "precision-audit"):
+        return *figures[name](_table(name, sources)), sources[0].parent
     if name in ("hardness", "gallery"):
         return *figures[name]([_evaluation(path) for path in sources]), sources[0].resolve().parent
     from gradscope.geometry_file import load_geometry
@@ -84,11 +86,12 @@ def _evaluation(path: Path) -> dict[str, Any]:
     return content
 
 
-def _table(sources: list[Path]) -> DataFrame:
+def _table(name: str, sources: list[Path]) -> DataFrame:
     import pandas as pd
 
     if len(sources) != 1 or not sources[0].is_file():
-        raise ValueError("start-widths takes one CSV file with columns width, batch, log10_true, as the demo writes it.")
+        made = {"start-widths": "with columns width, batch, log10_true, as the demo writes it", "precision-audit": "that audit wrote"}
+        raise ValueError(f"{name} takes one CSV file {made[name]}.")
     try:
         return pd.read_csv(sources[0])
     except (ValueError, pd.errors.ParserError) as error:

@@ -92,7 +92,7 @@ def pair_loss(objective: Objective, form: str = "plain", order: str = "scale las
 
 
 def _on_fp32(loss: Callable[[Scores], Tensor], scores: Scores) -> Tensor:
-    """A loss on half-precision logits made fp32. Autocast does so for cross-entropy itself, once per direction; for others it does not."""
+    """A loss on half-precision logits made fp32. Autocast does so for cross-entropy, once per direction, and for no other."""
     return loss(replace(scores, logits=_widened(scores.logits)))
 
 

@@ -1,0 +1,233 @@
+"""gradscope audit"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradscope.cli.evaluate import (
+    AllowMissing,
+    BatchSize,
+    Caption,
+    CaptionKey,
+    DataDir,
+    DataName,
+    Decode,
+    Device,
+    Encoding,
+    ImageKey,
+    ImageRoot,
+    OnBadImage,
+    OnTooLong,
+    SplitName,
+    TrustArchive,
+    Workers,
+    data_settings,
+    refuse_settings_of_files,
+)
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from gradscope.metrics.loss_path import PairLoss
+    from gradscope.paired_rows import Pairs
+    from gradscope.recipe import Data
+
+#: CLIP's clamp, at which its published weights stand.
+_SCALE = 100.0
+
+
+def audit(
+    source: Annotated[
+        str | None,
+        typer.Argument(help="Stored embeddings (.safetensors), or a run, a checkpoint, tiny, a folder, an open_clip NAME:TAG."),
+    ] = None,
+    data: DataName = None,
+    split: SplitName = None,
+    data_dir: DataDir = None,
+    image_key: ImageKey = None,
+    caption_key: CaptionKey = None,
+    image_root: ImageRoot = None,
+    encoding: Encoding = None,
+    caption: Caption = None,
+    allow_missing: AllowMissing = False,
+    on_bad_image: OnBadImage = "error",
+    decode: Decode = "fast",
+    on_too_long: OnTooLong = "truncate",
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="No source: made-up pairs at several positive cosines.")] = False,
+    cosines: Annotated[
+        str | None, typer.Option(help="Positive cosines of --synthetic, by commas.", show_default="0.22,0.28,0.32,0.36,0.5")
+    ] = None,
+    width: Annotated[int, typer.Option(help="Candidates per softmax.", min=2)] = 64,
+    batches: Annotated[int, typer.Option(help="Batches measured; the table shows medians.", min=1)] = 8,
+    scale: Annotated[
+        float | None, typer.Option(help="Multiplier of the cosines.", show_default="the encoder's own, otherwise 100")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="infonce, hn or both, by commas.")] = "infonce",
+    gamma: Annotated[float, typer.Option(help="Of hn.", min=0.0)] = 0.5,
+    loss_form: Annotated[str, typer.Option(help="plain (cross-entropy) or residual.")] = "plain",
+    order: Annotated[str, typer.Option(help="Of the factors: last, s (V T'), or first, (s V) T' as open_clip has it.")] = "last",
+    precision: Annotated[
+        str, typer.Option(help="Settings by commas: fp64, fp32, bf16, fp16, each with @LOSS_SCALE if there is one.")
+    ] = "fp64,fp32,bf16,fp16,fp16@65536",
+    seed: Annotated[int, typer.Option(help="Of the choice of batches, or of the made-up pairs.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A .csv or .json with every batch; the figure goes beside it.", show_default="none: tables only"),
+    ] = None,
+    batch_size: BatchSize = 128,
+    workers: Workers = 0,
+    trust_archive: TrustArchive = False,
+    device: Device = "auto",
+) -> None:
+    """What precision and loss scale take away between the embeddings and the loss: zeros, lost pulls, wrong directions.
+
+    Example: gradscope audit runs/demo/hn --data scenes --width 64 --output audit.csv
+    """
+    from gradscope.console import out
+    from gradscope.paths import check_writable
+    from gradscope.precision_audit import medians, read_settings, sentences, table
+
+    settings = data_settings(
+        data, data_dir=data_dir, image_key=image_key, caption_key=caption_key, image_root=image_root, encoding=encoding,
+        caption=caption, allow_missing=allow_missing, on_bad_image=on_bad_image, decode=decode, on_too_long=on_too_long,
+    )  # fmt: skip
+    arms, steps = _arms(objective, gamma, loss_form, order), read_settings(precision)
+    if output and output.suffix not in (".csv", ".json"):
+        raise ValueError(f"--output needs a name that ends in .csv or .json; got '{output}'.")
+    check_writable(output)
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"--scale must be a number above 0; got {scale}.")
+    if synthetic:
+        _refuse_source(source, data, split)
+        frame = _made_up(cosines, arms, steps, scale or _SCALE, width, batches, seed)
+        title = f"made-up pairs, {batches} batches of {width}"
+    elif cosines is not None:
+        raise ValueError("--cosines belongs to --synthetic; leave it out, or add --synthetic.")
+    else:
+        pairs, own = _pairs(source, settings, data, split, batch_size, workers, trust_archive, device)
+        frame = _drawn(pairs, arms, steps, scale or own, width, batches, seed)
+        title = f"{source}, {frame['batch'].nunique()} batches of {width} from {len(pairs.image):,} pairs"
+    found = medians(frame)
+    out.print(table(found, f"{title}, scale {frame['scale'].iloc[0]:.4g}: medians over batches"))
+    for line in sentences(found):
+        out.print(line)
+    if output:
+        _write(frame, output)
+
+
+def _arms(objective: str, gamma: float, loss_form: str, order: str) -> dict[str, PairLoss]:
+    """Label -> loss path. The label names what is not the default."""
+    from gradscope.metrics.loss_path import pair_loss
+    from gradscope.objectives.hn import HN
+    from gradscope.objectives.infonce import InfoNCE
+    from gradscope.registry import unknown_name
+
+    known = {"infonce": InfoNCE(), "hn": HN(gamma=gamma)}
+    names = [name.strip() for name in objective.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(unknown_name("objective", name, list(known)))
+    if order not in ("first", "last"):
+        raise ValueError(unknown_name("value of --order", order, ["first", "last"]))
+    marks = [*(["residual form"] if loss_form == "residual" else []), *(["scale first"] if order == "first" else [])]
+    return {
+        ", ".join([f"hn {gamma:g}" if name == "hn" else name, *marks]): pair_loss(known[name], loss_form, f"scale {order}")
+        for name in dict.fromkeys(names)
+    }
+
+
+def _refuse_source(source: str | None, data: str | None, split: str | None) -> None:
+    given = [name for name, value in {f"'{source}'": source, "--data": data, "--split": split}.items() if value is not None]
+    if given:
+        raise ValueError(f"--synthetic makes its own pairs, so {', '.join(given)} would be ignored; leave it out.")
+
+
+def _made_up(
+    cosines: str | None, arms: dict[str, PairLoss], steps: Any, scale: float, width: int, batches: int, seed: int
+) -> DataFrame:
+    from gradscope.console import progress
+    from gradscope.precision_audit import COSINES, positive_sweep
+
+    try:
+        values = COSINES if cosines is None else tuple(float(word) for word in cosines.split(","))
+    except ValueError:
+        raise ValueError(f"--cosines takes numbers by commas, as in 0.22,0.28; got '{cosines}'.") from None
+    with progress("auditing") as advance:
+        return positive_sweep(
+            scale, objectives=arms, settings=steps, cosines=values, width=width, batches=batches, seed=seed, advance=advance
+        )
+
+
+def _drawn(pairs: Pairs, arms: dict[str, PairLoss], steps: Any, scale: float, width: int, batches: int, seed: int) -> DataFrame:
+    """The audit of batches drawn from pairs that are given; what there is too little of is said."""
+    from gradscope.console import console, progress
+    from gradscope.paired_rows import draw_batches
+    from gradscope.precision_audit import audit
+
+    if pairs.left_out:
+        console.print(f"note: {pairs.left_out:,} pairs with embeddings that are not finite are left out", soft_wrap=True)
+    chosen = draw_batches(len(pairs.image), width, batches, seed)
+    if len(chosen) < batches:
+        console.print(f"note: {len(pairs.image):,} pairs fill {len(chosen)} batches of {width}, not {batches}", soft_wrap=True)
+    with progress("auditing") as advance:
+        return audit(pairs.image, pairs.text, scale, objectives=arms, settings=steps, batches=chosen, advance=advance)
+
+
+def _pairs(
+    source: str | None,
+    settings: Data,
+    data: str | None,
+    split: str | None,
+    batch_size: int,
+    workers: int,
+    trust_archive: bool,
+    device: str,
+) -> tuple[Pairs, float]:
+    """The pairs of a file of embeddings or of an encoder, and the scale to read them at."""
+    from gradscope.embeddings_file import is_embeddings_file, load_embeddings
+    from gradscope.paired_rows import paired_rows
+
+    if source is None:
+        raise ValueError("nothing to audit: give stored embeddings, an encoder or a run, or --synthetic.")
+    if is_embeddings_file(source):
+        refuse_settings_of_files(source, {"--data": data, "--split": split})
+        return paired_rows(load_embeddings(source)[0]), _SCALE
+    from gradscope.console import progress
+    from gradscope.cpu_speed import cpu_speed
+    from gradscope.encoders.load import load_encoder, resolve_device
+    from gradscope.evaluate import embed_records
+    from gradscope.gallery import read_gallery
+
+    place = resolve_device(device)
+    with progress("checking pictures") as advance:
+        gallery = read_gallery(settings, split, workers=workers, advance=advance)
+    encoder = load_encoder(source, place, trust_archive=trust_archive)
+    with cpu_speed(place, encoder.longest_sequence), progress("embedding") as advance:
+        embedded = embed_records(
+            encoder,
+            gallery.records,
+            batch_size=batch_size,
+            workers=workers,
+            decode=settings.decode,
+            on_too_long=settings.on_too_long,
+            advance=advance,
+        )
+    return paired_rows(embedded), float(encoder.scale())
+
+
+def _write(frame: DataFrame, output: Path) -> None:
+    """Every batch as CSV or JSON, and the figure beside it."""
+    from gradscope.console import out
+    from gradscope.figures import figures
+    from gradscope.figures.style import save
+
+    if output.suffix == ".csv":
+        frame.to_csv(output, index=False)
+    else:
+        frame.to_json(output, orient="records", indent=2)
+    drawing, drawn = figures["precision-audit"](frame)
+    for path in (output, *save(drawing, drawn, output.with_name(f"{output.stem}-figure"))):
+        out.print(f"wrote {path}", soft_wrap=True)
