@@ -135,12 +135,14 @@ class StepReader:
     _step: Step | None = None
     _readings: list[Reading] = field(default_factory=list)
     _due: bool = False
+    _ours: bool = False
     _opened: _Open | None = None
     _replayed: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parameters = trainable(self.model)
         self.names, self.parameters = [plain_name(name) for name in parameters], list(parameters.values())
+        self.frozen_entries = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
 
     # ---- the schedule
 
@@ -222,7 +224,7 @@ class StepReader:
             terms: the trained terms, the global one first, where the loop is ours; else the objectives are evaluated on copies.
             unscale: what the gradients that pass by must be multiplied by.
         """
-        self._due = False  # this is the measured batch, even if reading it fails
+        self._due, self._ours = False, bool(terms)  # this is the measured batch, even if reading it fails
         alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
         try:
             known = self._known(embeddings, observed, alone)
@@ -328,6 +330,7 @@ class StepReader:
             heads={name: self._head(name, known[name], grads.get(name), factors.get(name, 1.0)) for name in self.objectives},
             names=self.names,
             parameters=self.parameters,
+            frozen_entries=self.frozen_entries,
             structural_rows=self._structural(opened.observed.token_ids),
             scale_max=self.scale_max,
             optimizer=self.optimizer,
@@ -440,6 +443,8 @@ class StepReader:
         """After the last backward: ``.grad`` holds the averaged gradient, to be multiplied by ``unscale``, and is not yet clipped."""
         if self._step is None:
             return
+        if self.half or not self._ours:
+            self._step.memo.clear()  # unscaling, and a write to ``.grad.data``, change a gradient without counting up its version
         before = None
         if self.needs("before"):
             with self._timed("update"):
@@ -554,10 +559,6 @@ def _of_training(scores: Scores, loss: Tensor, kept: dict[str, Tensor], unscale:
 def _detached(scores: Scores) -> Scores:
     margin = None if scores.margin is None else scores.margin.detach()
     return replace(scores, cosine=scores.cosine.detach(), margin=margin, logits=scores.logits.detach(), scale=scores.scale.detach())
-
-
-def _scaled(gradient: Tensor | None, factor: Tensor | float) -> Tensor | None:
-    return gradient if gradient is None or (isinstance(factor, float) and factor == 1.0) else gradient * factor
 
 
 def _fp16_factor(gradients: Sequence[Tensor]) -> Tensor:

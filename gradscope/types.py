@@ -147,6 +147,7 @@ class Head:
     image_grad: Tensor  # [N, D]
     text_grad: Tensor  # [N, D]
     param_grads: Sequence[Tensor | None] | None  # None: not measured (the probe's price tier leaves it out)
+    param_factor: Tensor | float = 1.0  # what ``param_grads`` must still be multiplied by, so that ``.grad`` need not be copied
     directions: tuple[str, ...] = DIRECTIONS  # those that the loss averages over; text encoders often train one
 
 
@@ -183,4 +184,5 @@ class Step:
     sharded: bool = False  # sums over ``accumulated`` must be added over ranks
     micro_losses: Tensor | None = None  # [micro-batches]
     before: Sequence[Tensor] | None = None
+    frozen_entries: int = 0  # entries of parameters that do not train, and so are not in ``parameters``
     memo: dict[Any, Any] = field(default_factory=dict)  # what several quantities share: ``metrics.gradients.statistics``

@@ -68,10 +68,10 @@ def true_norm(gradient: Gradient) -> Tensor:
     return unit * squared_parts(gradient, unit).sum().sqrt()
 
 
-def norm_over_ranks(gradient: Gradient, sharded: bool) -> Tensor:
+def norm_over_ranks(gradient: Gradient, sharded: bool, memo: dict[Any, Any]) -> Tensor:
     """``true_norm``; where each rank holds a shard, of all shards together (then a collective: every rank must call it)."""
     if not sharded:
-        return true_norm(gradient)
+        return statistics(gradient, memo).norm
     unit = largest(_unit(gradient))
     return unit * summed(squared_parts(gradient, unit).sum()).sqrt()
 
@@ -96,9 +96,15 @@ def distance(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms).square().sum().sqrt()
 
 
-def naive_norm(gradient: Gradient) -> Tensor:
-    """What a plain square-and-sum in the gradient's dtype gives, []: zero where every square underflows."""
-    return torch.stack([torch.stack([torch.dot(p, p) for p in pieces(g)]).sum() for g in present(gradient)]).sum().sqrt()
+def naive_norm(gradient: Gradient, factor: Tensor | float = 1.0) -> Tensor:
+    """What a plain square-and-sum of factor * gradient in its dtype gives, []: zero where every square underflows."""
+    return torch.stack([_naive_squares(g, factor) for g in present(gradient)]).sum().sqrt()
+
+
+def _naive_squares(tensor: Tensor, factor: Tensor | float) -> Tensor:
+    as_it_is = isinstance(factor, float) and factor == 1.0
+    scaled = (piece if as_it_is else (piece * factor).to(piece.dtype) for piece in pieces(tensor))
+    return torch.stack([torch.dot(piece, piece) for piece in scaled]).sum()
 
 
 def cosine(first: Gradient, second: Gradient) -> Tensor:
@@ -126,15 +132,20 @@ def zero_counts(gradient: Gradient) -> Tensor:
 class Statistics:
     """The statistics of one gradient, each formed when it is first asked for, and once.
 
-    ``unit`` [] is the largest magnitude, ``squares`` [tensors] the sums of squares in its units, ``zeros`` [tensors] counts.
+    ``largest`` [] is the largest magnitude, ``squares`` [tensors] float64 the sums of squares in units of ``unit`` [], ``zeros``
+    [tensors] counts.
     """
 
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = list(gradient)
 
     @cached_property
-    def unit(self) -> Tensor:
+    def largest(self) -> Tensor:
         return max_abs(self.gradient)
+
+    @cached_property
+    def unit(self) -> Tensor:
+        return _unit(self.gradient)
 
     @cached_property
     def squares(self) -> Tensor:
@@ -147,11 +158,14 @@ class Statistics:
     @property
     def norm(self) -> Tensor:
         """[] float64"""
-        return self.unit.double() * self.squares.sum().sqrt()
+        return self.unit * self.squares.sum().sqrt()
 
 
 def statistics(gradient: Gradient, memo: dict[Any, Any]) -> Statistics:
-    """The statistics of a gradient; of the very tensors that ``memo`` knows, unchanged since, they are not formed again."""
+    """The statistics of a gradient; of the very tensors that ``memo`` knows they are not formed again.
+
+    A tensor counts as changed if its version counter says so; whoever keeps a memo answers for writes that bypass it (``.data``).
+    """
     key = tuple(None if g is None else (id(g), g._version) for g in gradient)
     found: Statistics = memo.setdefault(key, Statistics(gradient))  # it keeps the tensors, so that no id comes to mean another
     return found

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradscope.distributed import summed
-from gradscope.metrics.gradients import norm_over_ranks, present, zero_counts
+from gradscope.metrics.gradients import norm_over_ranks, present, statistics
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
@@ -31,7 +31,7 @@ class Accumulation:
 
     def __call__(self, step: Step) -> list[Reading]:
         assert step.accumulated is not None
-        handed = norm_over_ranks(step.accumulated, step.sharded) * step.unscale
+        handed = norm_over_ranks(step.accumulated, step.sharded, step.memo) * step.unscale
         norm = handed if step.norm_before_clipping is None else step.norm_before_clipping
         values = {
             "norm": (norm, "nat / weight"),
@@ -47,7 +47,7 @@ class Accumulation:
 
 def _zero_share(step: Step) -> Tensor:
     assert step.accumulated is not None
-    zeros = zero_counts(step.accumulated).sum().double()
+    zeros = statistics(step.accumulated, step.memo).zeros.sum().double()
     entries = torch.full_like(zeros, float(sum(g.numel() for g in present(step.accumulated))))
     both = torch.stack([zeros, entries])
     both = summed(both) if step.sharded else both

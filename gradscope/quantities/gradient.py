@@ -42,11 +42,12 @@ class Gradient:
             if head.param_grads is None:
                 continue
             found = statistics(head.param_grads, step.memo)
-            unit, squares, norms[name] = found.unit, found.squares, found.norm
-            values = {"norm": norms[name], "log10_norm": norms[name].log10(), "max_abs": unit.double()}
+            unit = found.unit * head.param_factor
+            norms[name] = found.norm * head.param_factor
+            values = {"norm": norms[name], "log10_norm": norms[name].log10(), "max_abs": found.largest.double() * head.param_factor}
             for part, indices in parts.items():
-                own = torch.stack([squares[i] for i in indices])  # squares[indices] would send the list to a GPU, and wait for it
-                values[f"norm.{part}"] = unit.double() * own.sum().sqrt()
+                own = torch.stack([found.squares[i] for i in indices])  # squares[indices] would send the list to a GPU, and wait for it
+                values[f"norm.{part}"] = unit * own.sum().sqrt()
             readings += [
                 Reading(quantity="gradient", key=key, term=name, value=value, unit="log10" if "log10" in key else "nat / weight")
                 for key, value in values.items()

@@ -91,7 +91,7 @@ def _parameters(step: Step, head: Head) -> dict[str, Tensor | float]:
     sizes = [0 if g is None else g.numel() for g in grads]
     structural, structural_zeros = _structural(step, grads)
     every = sum(sizes)
-    all_zero, naive = zeros.sum() == every, naive_norm(grads)
+    all_zero, naive = zeros.sum() == every, naive_norm(grads, head.param_factor)
     empty = torch.stack([count == size for count, size in zip(zeros, sizes, strict=True) if size])
     return {
         "entries.parameters": zeros.sum().double() / every,
