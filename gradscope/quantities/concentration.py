@@ -4,7 +4,8 @@ Under HN, for an anchor i and two of its negatives j and k,
     log(p_ij / p_ik) = scale (S_ij - S_ik) + scale gamma (G_ij - G_ik)
 so at equal cosine S the slope of the left side on x = scale * margin is 1, whatever the batch. All slopes are least squares within
 anchors: values are taken against their anchor's mean over its negatives instead of over all pairs of negatives. That is the same
-number, since sum_jk (x_j - x_k)(y_j - y_k) = 2 n sum_j (x_j - mean)(y_j - mean), and the factor 2 n cancels.
+number, since sum_jk (x_j - x_k)(y_j - y_k) = 2 n sum_j (x_j - mean)(y_j - mean), and the factor 2 n cancels (where duplicates are
+excluded n differs, and an anchor counts by its negatives instead of by their pairs).
 
     slope.<direction>                    of log p_ij on x, by objective, from the logits in float64. HN's is InfoNCE's plus 1: what is
                                          beyond 1 is cosine and caption similarity rising together
