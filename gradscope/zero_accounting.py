@@ -24,7 +24,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscope.counterfactual import Closure, Measured, measure, reference, wider
-from gradscope.metrics.zero_causes import CAUSES, INVISIBLE, count_causes, eps_dominated, is_key_bias, pieces, squared_underflow, stale
+from gradscope.metrics.zero_causes import (
+    CAUSES,
+    INVISIBLE,
+    count_causes,
+    eps_dominated,
+    is_key_bias,
+    name_parts,
+    squared_underflow,
+    stale,
+)
 from gradscope.zero_evidence import Evidence, Masks, alive_entries, evidence_of
 
 
@@ -193,12 +202,12 @@ def _tallies(
     rows = len(parameter) if parameter.ndim else 1
     if gradient is None:
         cause = "unused" if parameter.requires_grad else "frozen"
-        for piece, part in pieces(name, rows).items():
+        for piece, part in name_parts(name, rows).items():
             entries = parameter.numel() * (part.stop - part.start) // max(rows, 1)
             yield piece, Tally(entries=entries, zeros={**dict.fromkeys(CAUSES, 0), cause: entries})
         return
     root, eps = adam.root(parameter, gradient.float()) if adam.knows(parameter) else (None, 0.0)
-    for piece, part in pieces(name, rows).items():
+    for piece, part in name_parts(name, rows).items():
         own = {cause: _part(mask, part) for cause, mask in evidence.of(name).items()}
         yield piece, _tally(torch.atleast_1d(gradient)[part], own, is_key_bias(piece), _part(root, part), eps)
 

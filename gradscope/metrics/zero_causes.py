@@ -33,6 +33,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gradscope.metrics.gradients import pieces
+
 CAUSES = ("frozen", "unused", "structural", "dead_unit", "dtype_underflow", "saturation_underflow", "unexplained")
 INVISIBLE = ("squared_underflow", "eps_dominated", "stale")
 
@@ -97,10 +99,20 @@ def _along(units: Tensor, dim: int, like: Tensor) -> Tensor:
     return units.view([-1 if d == dim else 1 for d in range(like.ndim)])
 
 
-def squared_underflow(gradient: Tensor) -> Tensor:
-    """How many non-zero entries have a square of 0 in fp32, int64 []. On a device that flushes denormals, those count as well."""
-    wide = gradient.float()
-    return torch.count_nonzero(wide) - torch.count_nonzero(wide * wide)
+def squared_underflow(gradient: Tensor, zeros: Tensor | None = None, factor: Tensor | float = 1.0) -> Tensor:
+    """How many non-zero entries of factor * gradient have a square of 0 in fp32, int64 [].
+
+    ``zeros`` [] is the number of entries of ``gradient`` that are 0, if it is known. On a device that flushes denormals, those that
+    it flushes count as well.
+    """
+    scaled = (piece.float() * factor for piece in pieces(gradient))
+    seen = torch.stack([torch.count_nonzero(piece * piece) for piece in scaled]).sum()
+    return gradient.numel() - (gradient.numel() - torch.count_nonzero(gradient) if zeros is None else zeros) - seen
+
+
+def zeros_in_rows(gradient: Tensor, rows: Tensor) -> Tensor:
+    """Exact zeros in the rows of ``gradient`` [R, ...] that the bool mask ``rows`` [R] marks, int64 []."""
+    return ((gradient == 0).flatten(1).sum(dim=1) * rows).sum()
 
 
 def eps_dominated(gradient: Tensor, root: Tensor, eps: float) -> Tensor:
@@ -114,7 +126,7 @@ def stale(gradient: Tensor, root: Tensor) -> Tensor:
     return ((size > 0) & (size * STALE < root)).sum()
 
 
-def pieces(name: str, rows: int) -> dict[str, slice]:
+def name_parts(name: str, rows: int) -> dict[str, slice]:
     """A parameter's name -> name -> its rows: query, key and value apart where one parameter of ``rows`` rows holds all three."""
     if not _JOINED.search(name) or rows % 3:
         return {name: slice(0, rows)}
@@ -122,6 +134,6 @@ def pieces(name: str, rows: int) -> dict[str, slice]:
     return {f"{name}.{part}": slice(i * third, (i + 1) * third) for i, part in enumerate("qkv")}
 
 
-def is_key_bias(piece: str) -> bool:
-    """Whether a name of ``pieces`` is the bias of attention keys."""
-    return bool(_KEY_BIAS.search(piece)) or piece.endswith(("in_proj_bias.k", "qkv.bias.k"))
+def is_key_bias(part: str) -> bool:
+    """Whether a name of ``name_parts`` is the bias of attention keys."""
+    return bool(_KEY_BIAS.search(part)) or part.endswith(("in_proj_bias.k", "qkv.bias.k"))
