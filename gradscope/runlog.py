@@ -22,11 +22,12 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -73,6 +74,16 @@ def comparable(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns=[name for name in VOLATILE_COLUMNS if name in frame]).reset_index(drop=True)
 
 
+class Listener(Protocol):
+    """Hears of every row once it is on its way to the disk. Must not raise."""
+
+    def write(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of "steps", "readings" or "evals", ``attempt`` included."""
+
+    def close(self, done: bool) -> None:
+        """No more rows will come; ``done`` says whether the run reached its end."""
+
+
 class RunLog:
     """The one writer of a run directory. Make it with ``create`` or ``reopen``; use it as a context manager.
 
@@ -86,6 +97,7 @@ class RunLog:
         self._lock = lock
         self._files: dict[str, IO[bytes]] = {name: _open_table(path, name) for name in COLUMNS}
         self._console = (path / "console.log").open("ab", buffering=0)
+        self._listeners: list[Listener] = []
 
     @classmethod
     def create(cls, path: str | Path, *, recipe_toml: str, provenance: Mapping[str, Any]) -> RunLog:
@@ -130,6 +142,10 @@ class RunLog:
         except BaseException:
             lock.release()
             raise
+
+    def listen(self, listener: Listener) -> None:
+        """From now on ``listener`` hears of every row; it is closed with this log."""
+        self._listeners.append(listener)
 
     def write_steps(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append step rows (``COLUMNS["steps"]`` and any further numeric columns)."""
@@ -180,10 +196,12 @@ class RunLog:
         """Mark the run as complete, last of all, and close it."""
         self._sync()
         _write_whole(self.path / "DONE", f"attempt {self.attempt}\n".encode())
+        self._dismiss(done=True)
         self.close()
 
     def close(self) -> None:
         """Close the files and let another writer in. May be called twice."""
+        self._dismiss(done=False)
         for file in (*self._files.values(), self._console):
             file.close()
         self._lock.release()
@@ -195,9 +213,17 @@ class RunLog:
         self.close()
 
     def _write(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        lines = [_line(table, {"attempt": self.attempt, **row}) for row in rows]
-        if lines:
-            _write_all(self._files[table], "".join(lines).encode())
+        whole = [{"attempt": self.attempt, **row} for row in rows]
+        if whole:
+            _write_all(self._files[table], "".join(_line(table, row) for row in whole).encode())
+            for listener in self._listeners:
+                listener.write(table, whole)
+
+    def _dismiss(self, done: bool) -> None:
+        """While console.log is still open: a listener may have last words."""
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener.close(done)
 
     def _sync(self) -> None:
         for file in self._files.values():
@@ -293,14 +319,18 @@ class Run:
         """Where this run's figures belong."""
         return self.path / "figures"
 
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """The rows of "steps", "readings" or "evals" that count, in file order; a missing value is None here, and not NaN."""
+        written, self.torn[table] = _read_rows(self.path / f"{table}.jsonl", table)
+        kept = _without_superseded(written, self.attempts, IDENTITY[table])
+        self.superseded[table] = len(written) - len(kept)
+        return kept
+
     def _frame(self, table: str) -> pd.DataFrame:
         import pandas as pd
 
-        rows, self.torn[table] = _read_rows(self.path / f"{table}.jsonl", table)
-        frame = pd.DataFrame(rows, columns=None if rows else list(COLUMNS[table]))
-        kept = _drop_superseded(frame, self.attempts, IDENTITY[table]) if rows else frame
-        self.superseded[table] = len(frame) - len(kept)
-        return kept
+        rows = self.rows(table)
+        return pd.DataFrame(rows, columns=None if rows else list(COLUMNS[table]))
 
     def _missing(self, quantity: str, key: str, term: str) -> str:
         wanted = f"{self.path} has no reading '{quantity}' key '{key}'" + (f" of term '{term}'" if term else "")
@@ -365,6 +395,16 @@ def _lock(path: Path) -> Any:
     except OSError as error:
         raise ValueError(f"cannot write in {path} ({error.strerror}); choose another --output.") from None
     return lock
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Nobody else writes this run meanwhile. Raises ValueError if another process does."""
+    lock = _lock(path)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _checkpoints(path: Path) -> list[Path]:
@@ -489,9 +529,15 @@ def _restore(value: Any) -> Any:
     return [_restore(item) for item in value] if isinstance(value, list) else value
 
 
-def _drop_superseded(frame: pd.DataFrame, attempts: list[dict[str, Any]], identity: list[str]) -> pd.DataFrame:
+def _without_superseded(
+    rows: Iterable[dict[str, Any]], attempts: Sequence[Mapping[str, Any]], identity: Sequence[str]
+) -> list[dict[str, Any]]:
     """Rows that count, in file order: not beyond a newer attempt's start, and the newest of each identity."""
-    for entry in attempts:
-        replaced = (frame["attempt"] < entry["attempt"]) & (frame["step"] > entry["from_step"])
-        frame = frame[~replaced]
-    return frame.drop_duplicates(subset=identity, keep="last").reset_index(drop=True)
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        if any(row["attempt"] < entry["attempt"] and row["step"] > entry["from_step"] for entry in attempts):
+            continue
+        key = tuple(row[name] for name in identity)
+        kept.pop(key, None)
+        kept[key] = row
+    return list(kept.values())

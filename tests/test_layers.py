@@ -16,7 +16,7 @@ ROOT = Path(gradscope.__file__).parent
 #: The layer of each folder or top-level file; a file may import its own layer and those below.
 LAYERS = {
     0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed"],
-    1: ["objectives", "metrics", "data"],
+    1: ["objectives", "metrics", "data", "sinks"],
     2: ["quantities", "encoders", "frameworks", "recipe"],
     3: ["step_reader", "found", "optim", "checkpoint", "cached", "resume", "run_checkpoints", "counterfactual", "zero_evidence"],
     4: [

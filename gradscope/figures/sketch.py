@@ -49,6 +49,7 @@ def sketch(run: Run) -> tuple[Figure, DataFrame]:
             grid[1, column].set_xlabel("step")
         grid[0, 0].set_ylabel("gradient entry")
         grid[1, 0].set_ylabel("zeros")
+        figure.align_ylabels()
         figure.colorbar(mesh, ax=list(grid[0]), label="share of entries", shrink=0.9, pad=0.02)
     return figure, frame
 
@@ -89,7 +90,7 @@ def _heat(axes: Axes, frame: DataFrame, low: int, high: int) -> Any:
     levels = np.arange(high - low + 2) * DECADES_PER_OCTAVE + 0.3
     edges = np.concatenate([-levels[::-1], levels])
     norm = LogNorm(FAINTEST, 0.1, clip=True)
-    mesh = axes.pcolormesh(_edges(steps), edges, share, norm=norm, cmap="cividis_r", rasterized=True)
+    mesh = axes.pcolormesh(_edges(steps), edges, share, norm=norm, cmap="YlGnBu", rasterized=True)
     axes.axhline(0, color="black", linewidth=0.4)
     _signed_ticks(axes, low, high)
     return mesh
