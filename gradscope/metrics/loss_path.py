@@ -14,7 +14,7 @@ Source: paper facts, section 7.1 and 7.3; mixed precision with a loss scale: Mic
 How to read: a loss of 0.0 beside log10_loss_true -9 and zero_share 0 is only the print that ended; zero_share 1 is the signal that did.
 How it can mislead: the embeddings are taken as given. Half-precision towers round them before, and lose gradient again behind.
 The order of the factors decides much in fp16: scale * (image @ text.T) keeps gradients 100 times larger in the product's backward than
-(scale * image) @ text.T does. Denormals count as non-zero unless the process flushes them.
+(scale * image) @ text.T does. Denormals count as non-zero unless the process flushes them (``flushes_denormals``).
 """
 
 from __future__ import annotations
@@ -233,6 +233,11 @@ def relative_error(gradient: Sequence[Tensor], exact: Sequence[Tensor]) -> Tenso
     unit = max_abs(exact).double()
     off = [(g.double() - e.double()) / unit for g, e in zip(gradient, exact, strict=True)]
     return torch.stack([(o**2).sum() for o in off]).sum().sqrt() / squared_parts(exact, max_abs(exact)).sum().sqrt()
+
+
+def flushes_denormals(device: torch.device) -> bool:
+    """Whether this process turns numbers under 1.2e-38 into 0 on ``device``: then they count as exact zeros. One synchronisation."""
+    return not bool(torch.full((), 1e-39, device=device) * 1.0)
 
 
 def _row_grad(logits: Tensor, rows: Callable[[Tensor], Tensor], loss_scale: float) -> Tensor:
