@@ -7,9 +7,11 @@ import sys
 import typer
 
 from gradscope.cli.audit import audit
+from gradscope.cli.check import check
 from gradscope.cli.compare import compare
 from gradscope.cli.data import app as data
 from gradscope.cli.demo import demo
+from gradscope.cli.diagnose import diagnose
 from gradscope.cli.embedding_geometry import embedding_geometry
 from gradscope.cli.encoders import app as encoders
 from gradscope.cli.evaluate import evaluate
@@ -18,6 +20,8 @@ from gradscope.cli.geometry import caption_geometry
 from gradscope.cli.probe import probe
 from gradscope.cli.sweep import sweep
 from gradscope.cli.train import train
+from gradscope.cli.zeros import zeros
+from gradscope.cli.what_if import what_if
 
 #: Typer answers Ctrl-C with this code and no word.
 INTERRUPTED = 130
@@ -35,10 +39,14 @@ app.command("train")(train)
 app.command("sweep")(sweep)
 app.command("eval")(evaluate)
 app.command("compare")(compare)
+app.command("diagnose")(diagnose)
+app.command("check")(check)
 app.command("probe")(probe)
+app.command("zeros")(zeros)
 app.command("audit")(audit)
 app.command("caption-geometry")(caption_geometry)
 app.command("embedding-geometry")(embedding_geometry)
+app.command("what-if")(what_if)
 app.command("figure")(figure)
 app.command("demo")(demo)
 app.add_typer(data)

@@ -11,17 +11,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+#: Figures that are drawn from one CSV file, and where it comes from.
+_TABLES = {
+    "start-widths": "with columns width, batch, log10_true, as the demo writes it",
+    "precision-audit": "that audit wrote",
+    "saturation-map": "that what-if wrote",
+    "gradient-width": "that what-if wrote",
+}
+
 
 def figure(
     name: Annotated[
-        str, typer.Argument(help="1, 4, width, start-widths, sketch, hardness, gallery or precision-audit.", show_default=False)
+        str,
+        typer.Argument(
+            help="1, 4, width, start-widths, sketch, hardness, gallery, precision-audit, saturation-map or gradient-width.",
+            show_default=False,
+        ),
     ],
     sources: Annotated[
         list[Path],
         typer.Argument(
             help="4: one or two run directories. 1 and width: folders of one data set each that caption-geometry wrote "
             "(runs/geometry/NAME). start-widths: the CSV of the demo. sketch: a run directory. "
-            "hardness and gallery: JSON files that eval wrote. precision-audit: the CSV of audit.",
+            "hardness and gallery: JSON files that eval wrote. precision-audit: the CSV of audit. "
+            "saturation-map and gradient-width: the CSV of what-if.",
             show_default=False,
         ),
     ],
@@ -63,7 +76,7 @@ def _draw(name: str, sources: list[Path]) -> tuple[Figure, DataFrame, Path]:
             raise ValueError(f"figure sketch takes one run directory; {len(sources)} were given.")
         run = Run(sources[0])
         return *figures[name](run), run.figures_dir
-    if name in ("start-widths", "precision-audit"):
+    if name in _TABLES:
         return *figures[name](_table(name, sources)), sources[0].parent
     if name in ("hardness", "gallery"):
         return *figures[name]([_evaluation(path) for path in sources]), sources[0].resolve().parent
@@ -90,8 +103,7 @@ def _table(name: str, sources: list[Path]) -> DataFrame:
     import pandas as pd
 
     if len(sources) != 1 or not sources[0].is_file():
-        made = {"start-widths": "with columns width, batch, log10_true, as the demo writes it", "precision-audit": "that audit wrote"}
-        raise ValueError(f"{name} takes one CSV file {made[name]}.")
+        raise ValueError(f"{name} takes one CSV file {_TABLES[name]}.")
     try:
         return pd.read_csv(sources[0])
     except (ValueError, pd.errors.ParserError) as error:

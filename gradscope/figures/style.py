@@ -20,7 +20,13 @@ COLUMN_INCHES = 3.25  # one text column
 DOUBLE_INCHES = 6.75  # both columns
 
 #: The one colour table (Okabe and Ito's palette). Keys of objectives are the registry's names.
-OBJECTIVE_COLOURS = {"infonce": "#D55E00", "hn": "#0072B2"}
+OBJECTIVE_COLOURS = {
+    "infonce": "#D55E00",
+    "hn": "#0072B2",
+    "siglip": "#009E73",
+    "dcl": "#CC79A7",
+    "hardness_weighted": "#8C6D31",
+}
 DATA_COLOURS = {
     "docci": "#0072B2",
     "dci": "#D55E00",

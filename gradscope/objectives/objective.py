@@ -12,6 +12,7 @@ How it can mislead: a residual belongs to its objective. That of a decoupled los
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
 import torch
@@ -38,10 +39,14 @@ class Objective(Protocol):
     def residual(self, logits: Tensor) -> Tensor: ...
 
 
-class SoftmaxObjective:
+class SoftmaxObjective(ABC):
     """The answers of a plain softmax over the logits."""
 
     trainable: ClassVar[bool] = True
+
+    @abstractmethod
+    def scores(self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None) -> Scores:
+        """Unit rows [N, D] twice, scale [], and for some margins another encoder's rows of the captions -> Scores."""
 
     def loss(self, scores: Scores) -> Tensor:
         """Cross-entropy, the mean of both directions: [N]."""
