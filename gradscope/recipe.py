@@ -1,4 +1,4 @@
-"""The resolved settings of a run: five tables, TOML in and out, refused early.
+"""The resolved settings of a run: six tables, TOML in and out, refused early.
 
     recipe.toml < --set table.key=value < flags
 An unknown key is answered with the nearest known one; a setting that would be ignored is an error. What is written to the run has
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gradscope.registry import unknown_name
+from gradscope.sinks import parse as parse_sinks
 
 FRAMEWORKS = ("clip", "hn_clip")
 OBJECTIVES = ("infonce", "hn")
@@ -120,12 +121,21 @@ class ProbeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """sinks: dashboards that the run is sent to beside its files, joined with commas; sink_all sends every scalar, not the short list."""
+
+    sinks: str = ""
+    sink_all: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     data: Data = field(default_factory=Data)
     encoder: Encoder = field(default_factory=Encoder)
     objective: Objective = field(default_factory=Objective)
     train: Train = field(default_factory=Train)
     probe: ProbeSettings = field(default_factory=ProbeSettings)
+    log: LogSettings = field(default_factory=LogSettings)
 
     @property
     def width(self) -> int:
@@ -295,6 +305,9 @@ def check(recipe: Recipe) -> None:
     for name, value in positive.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
+    parse_sinks(recipe.log.sinks)
+    if recipe.log.sink_all and not recipe.log.sinks:
+        raise ValueError("--sink-all has no effect without --sink; name one of tensorboard, wandb, mlflow, or drop it")
     if train.batch_size < 2:
         raise ValueError(f"train.batch_size must be at least 2 (one positive and one negative); got {train.batch_size}")
     at_least_zero = {

@@ -42,6 +42,8 @@ from gradscope.quantities import quantity_set
 from gradscope.recipe import Recipe
 from gradscope.resume import check_same_data, check_same_recipe
 from gradscope.runlog import Run, RunLog, checkpoint_step
+from gradscope.sinks import require as require_sinks
+from gradscope.sinks.feed import open_feeds
 from gradscope.step_reader import StepReader
 from gradscope.train_display import display, header
 from gradscope.training_data import keep_items, training_data
@@ -75,6 +77,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         FloatingPointError: a non-finite loss; the last checkpoint is kept.
     """
     settings = recipe.train
+    require_sinks(recipe.log.sinks)
     device = resolve_device(settings.device)
     torch.manual_seed(settings.seed)
     encoder = load_encoder(recipe.encoder.name, device, trust_archive=recipe.encoder.trust_archive)
@@ -134,6 +137,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if not quiet:
                 console.print(line, soft_wrap=True, markup=False)
 
+        for feed in open_feeds(recipe.log.sinks, log.path, dataclasses.asdict(recipe), everything=recipe.log.sink_all, say=say):
+            log.listen(feed)
         words = header(recipe, batches, total_steps, len(data.validation), kernels, facts)
         say(words)
         if frozen:

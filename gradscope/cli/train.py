@@ -47,6 +47,8 @@ KEYS = {
     "checkpoint_every": "train.checkpoint_every",
     "log_grads": "probe.log_grads",
     "probe_every": "probe.every",
+    "sink": "log.sinks",
+    "sink_all": "log.sink_all",
 }
 
 
@@ -101,6 +103,10 @@ def train(
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (default: one per epoch)")] = None,
     log_grads: Annotated[bool | None, typer.Option("--log-grads", help="Turn the probe on.")] = None,
     probe_every: Annotated[int | None, typer.Option(help="Probe steps 1, 1+N, 1+2N, ... (default: 5)")] = None,
+    sink: Annotated[
+        str | None, typer.Option(help="Dashboards to send the run to: tensorboard, wandb, mlflow; may be joined with commas.")
+    ] = None,
+    sink_all: Annotated[bool | None, typer.Option("--sink-all", help="Send them every scalar instead of a short list.")] = None,
     output: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/train"),
     recipe: Annotated[Path | None, typer.Option(help="A TOML recipe; flags and --set override it.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="table.key=value for every other setting; repeatable.")] = None,

@@ -54,8 +54,7 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        scalars = [point for point in points if not isinstance(point.value, Histogram)]
-        metrics = [Metric(point.name, point.value, now, point.step) for point in scalars]
+        metrics = [Metric(p.name, p.value, now, p.step) for p in points if not isinstance(p.value, Histogram)]
         for start in range(0, len(metrics), MOST_METRICS):
             self._client.log_batch(self.id, metrics=metrics[start : start + MOST_METRICS])
 

@@ -112,7 +112,7 @@ def _reading_points(row: Mapping[str, Any], everything: bool) -> list[Point | No
         if (quantity, stem) not in HISTOGRAMS:
             return [None]
         make, word = HISTOGRAMS[quantity, stem]
-        value, key = make(value), word + ending
+        value, key = make(list(value)), word + ending
     else:
         value = float(value)
     words = [quantity, str(row["term"]), key] if row["term"] else [quantity, key]
