@@ -1,0 +1,169 @@
+"""Runs the rules over a run or a log: findings ranked, rules that could not look named with the reason.
+
+    diagnosis = diagnose(look(path))            # findings, gravest first; then by id
+    content(diagnosis)                          # plain values, schema "gradscope.diagnosis" version 1
+
+How it can mislead: silence of a rule says that its own pattern was not seen in what was logged, not that nothing is wrong.
+This file never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradscope.loss_log import view_log
+from gradscope.registry import unknown_name
+from gradscope.rules import SEVERITIES, Finding, rules
+from gradscope.run_view import Evidence, Unmeasured, View, view_run
+from gradscope.runlog import is_run
+
+SCHEMA = {"schema": "gradscope.diagnosis", "version": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """``findings`` gravest first; ``silent`` ids of rules that looked and found nothing; ``unmeasured`` id -> what was missing."""
+
+    view: View
+    findings: tuple[Finding, ...]
+    silent: tuple[str, ...]
+    unmeasured: dict[str, str]
+    muted: tuple[str, ...]
+
+
+def look(path: str | Path, *, loss_column: str | None = None, step_column: str | None = None, width: int | None = None) -> View:
+    """A run directory, or the log of another tool. Raises ValueError if it is neither, or if a setting does not apply."""
+    path = Path(path)
+    if path.is_dir() or is_run(path):
+        given = {"--loss-column": loss_column, "--step-column": step_column, "--width": width}
+        if flags := [flag for flag, value in given.items() if value is not None]:
+            raise ValueError(f"{' and '.join(flags)} is for logs of other tools, and '{path}' is a directory: a run says this itself")
+        return view_run(path)
+    return view_log(path, loss_column=loss_column, step_column=step_column, width=width)
+
+
+def diagnose(view: View, mute: Sequence[str] = ()) -> Diagnosis:
+    """Every rule that is not muted, over one view. Raises ValueError for an unknown id in ``mute``."""
+    muted = {name.strip().upper() for name in mute}
+    for name in sorted(muted):
+        if name not in rules:
+            raise ValueError(unknown_name("rule", name, rules.names()))
+    findings, silent, unmeasured = [], [], {}
+    for name, rule in rules:
+        if name in muted:
+            continue
+        try:
+            finding = rule()(view)
+        except Unmeasured as reason:
+            unmeasured[name] = str(reason)
+            continue
+        if finding is None:
+            silent.append(name)
+        else:
+            findings.append(finding)
+    ranked = sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.id))
+    return Diagnosis(view=view, findings=tuple(ranked), silent=tuple(silent), unmeasured=unmeasured, muted=tuple(sorted(muted)))
+
+
+def content(diagnosis: Diagnosis) -> dict[str, Any]:
+    """JSON values of one diagnosis; numbers that are not finite become words."""
+    view = diagnosis.view
+    return {
+        "path": str(view.path),
+        "kind": view.kind,
+        "width": view.width,
+        "trained": view.trained or None,
+        "notes": list(view.notes),
+        "findings": [_plain(finding) for finding in diagnosis.findings],
+        "silent": list(diagnosis.silent),
+        "unmeasured": diagnosis.unmeasured,
+        "muted": list(diagnosis.muted),
+    }
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    row = dataclasses.asdict(finding)
+    row["evidence"] = [{**e, "value": e["value"] if math.isfinite(e["value"]) else str(e["value"])} for e in row["evidence"]]
+    return row
+
+
+def heading(diagnosis: Diagnosis) -> str:
+    """One line: what was looked at and what came out."""
+    view = diagnosis.view
+    what = {"infonce": "InfoNCE", "hn": "HN"}.get(view.trained, "objective not known")
+    width = "width not known" if view.width is None else f"width {view.width}"
+    count = {s: sum(f.severity == s for f in diagnosis.findings) for s in SEVERITIES}
+    found = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in count.items() if n) or "nothing found"
+    return f"{view.path} ({view.kind}; {what}; {width}): {found}"
+
+
+def lines(finding: Finding) -> list[tuple[str, str]]:
+    """A finding as (label, text) pairs, in the order they are read."""
+    evidence = [("seen" if i == 0 else "", _said(e)) for i, e in enumerate(finding.evidence)]
+    rest = [("cause", finding.cause), ("do", finding.action), ("expect", finding.effect), ("verify", finding.verify)]
+    return [*evidence, *rest]
+
+
+def _said(evidence: Evidence) -> str:
+    value = evidence.value
+    number = f"{value:.0%}" if evidence.unit == "share" else f"{value:.3g} {evidence.unit if evidence.unit != '1' else ''}".rstrip()
+    return f"{evidence.what}: {number}   [{evidence.where}]"
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """To stdout: what was read, the findings, and which rules had nothing to look at."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from gradscope.console import out
+
+    out.print(heading(diagnosis), soft_wrap=True, style="bold")
+    for note in diagnosis.view.notes:
+        out.print(f"  {note}", soft_wrap=True, style="dim")
+    colours = {"error": "red", "warning": "yellow", "note": "cyan"}
+    for finding in diagnosis.findings:
+        out.print()
+        out.print(Text.assemble((f"{finding.id} {finding.severity}", colours[finding.severity]), f"  {finding.title}"))
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, text in lines(finding):
+            grid.add_row(f"  {label}", Text(text))
+        out.print(grid)
+    out.print()
+    _print_rest(diagnosis)
+
+
+def _print_rest(diagnosis: Diagnosis) -> None:
+    from gradscope.console import out
+
+    looked = len(diagnosis.silent) + len(diagnosis.findings)
+    out.print(f"{looked} rules looked, {len(diagnosis.silent)} of them found nothing.", soft_wrap=True)
+    if diagnosis.muted:
+        out.print(f"Muted: {', '.join(diagnosis.muted)}.", soft_wrap=True)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in diagnosis.unmeasured.items():
+        reasons.setdefault(reason, []).append(name)
+    if reasons:
+        out.print(f"{len(diagnosis.unmeasured)} had too little to look at:", soft_wrap=True)
+    for reason, names in reasons.items():
+        out.print(f"  {', '.join(names)}: {reason}", soft_wrap=True, style="dim")
+
+
+def print_rules() -> None:
+    """Every rule: id, severity, title."""
+    from rich.table import Table
+
+    from gradscope.console import out
+
+    table = Table()
+    for column in ("id", "severity", "what it finds"):
+        table.add_column(column)
+    for name, rule in rules:
+        table.add_row(name, rule.severity, rule.title)
+    out.print(table)

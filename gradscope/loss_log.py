@@ -1,0 +1,248 @@
+"""Reads the loss log of another tool into the columns that rules look at.
+
+    trainer_state.json   of a Hugging Face Trainer or sentence-transformers (its log_history)
+    out.log              of open_clip; a params.txt beside it gives the softmax width
+    .csv, .tsv           Lightning's metrics.csv, an export of W&B or TensorBoard, or plain columns
+    .jsonl, .json        one object per line, or a list of objects
+
+Columns are guessed by name and the guess is said; ``loss_column`` and ``step_column`` choose. Rows without a loss (evaluations) are
+left out and counted; of two rows with one step the later counts. "nan" and "inf" are values.
+
+How it can mislead: tools average, smooth or sample the loss before they log it, and often not the loss of one softmax.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradscope.registry import unknown_name
+from gradscope.run_view import View
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Names by falling preference, compared in lower case without "train/" and the like; then anything with "loss" in it.
+LOSS = ("loss", "train_loss", "training_loss", "contrastive_loss", "clip_loss", "train_loss_step", "loss_step", "infonce_loss")
+STEP = ("step", "global_step", "_step", "trainer/global_step", "iteration", "iter", "batch")
+#: Our column -> what others call it.
+OTHERS = {
+    "epoch": ("epoch",),
+    "lr": ("lr", "learning_rate", "lr-adamw", "lr-adam"),
+    "grad_norm": ("grad_norm", "gradient_norm", "train/grad_norm", "grad_norm_total"),
+    "scale": ("logit_scale", "scale", "train/scale", "train/logit_scale"),
+    "loss_scale": ("loss_scale", "amp_scale", "train/loss_scale"),
+    "skipped": ("skipped",),
+}
+#: What marks a column with "loss" in its name as something else.
+NOT_TRAINED = re.compile(r"val|eval|test|scale|__min|__max|runtime|epoch")
+WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
+
+_OPEN_CLIP = re.compile(
+    r"Train Epoch: (?P<epoch>\d+) \[\s*(?P<samples>\d+)/(?P<total>\d+).*?Logit Scale: (?P<scale>\S+) (?P<losses>.*)$"
+)
+_OPEN_CLIP_LOSS = re.compile(r"(\w*[Ll]oss): (\S+) \(")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows as read: kind of log, one dict per row, and what the log says of the width."""
+
+    kind: str
+    rows: Sequence[Mapping[str, Any]]
+    width: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def view_log(path: Path, *, loss_column: str | None = None, step_column: str | None = None, width: int | None = None) -> View:
+    """A log of another tool as rules see it.
+
+    Args:
+        path: the file.
+        loss_column, step_column: their names; None guesses.
+        width: candidates per softmax, if known.
+
+    Raises:
+        ValueError: not a log, no such column, none that looks like a loss, or no row with one.
+    """
+    import pandas as pd
+
+    table = read_table(path)
+    frame, notes = _columns(table, path, loss_column, step_column)
+    empty = pd.DataFrame()
+    return View(
+        path=path,
+        kind=table.kind,
+        trained="",
+        width=width or table.width,
+        steps=frame,
+        readings=empty,
+        evals=empty,
+        notes=(*table.notes, *notes),
+    )
+
+
+def read_table(path: Path) -> Table:
+    """The rows of a log, by what the file looks like. Raises ValueError if it looks like none."""
+    if not path.is_file():
+        raise ValueError(
+            f"'{path}' is neither a run nor a file; give a run directory, or a log: .csv, .jsonl, .json, open_clip's out.log"
+        )
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"'{path}' is not text; export the log as .csv or .jsonl") from None
+    if '"schema": "gradscope.' in text[:200]:
+        raise ValueError(f"'{path}' is one table of a run; give the run directory '{path.parent}'")
+    if _OPEN_CLIP.search(text[:1] and next((line for line in text.splitlines() if "Train Epoch:" in line), "")):
+        return _open_clip(path, text)
+    if text.lstrip()[:1] in ("{", "["):
+        return _json(path, text)
+    return _csv(path, text)
+
+
+def _open_clip(path: Path, text: str) -> Table:
+    rows = []
+    for line in text.splitlines():
+        found = _OPEN_CLIP.search(line)
+        if not found:
+            continue
+        losses = {name.lower(): value for name, value in _OPEN_CLIP_LOSS.findall(found["losses"])}
+        epoch, samples, total = int(found["epoch"]), int(found["samples"]), int(found["total"])
+        # Its learning rate is printed to six decimals, so that 1e-7 reads 0: not taken over.
+        rows.append({"step": epoch * total + samples, "epoch": epoch, "scale": found["scale"], **losses})
+    width = _open_clip_width(path.parent / "params.txt")
+    notes = ("steps are counted in samples",) + ((f"softmax width {width} from params.txt",) if width else ())
+    return Table(kind="open_clip out.log", rows=rows, width=width, notes=notes)
+
+
+def _open_clip_width(params: Path) -> int | None:
+    """Batch size times ranks times accumulation: open_clip's softmax spans all three. None without a params.txt."""
+    if not params.is_file():
+        return None
+    pairs = dict(line.split(": ", 1) for line in params.read_text(encoding="utf-8").splitlines() if ": " in line)
+    try:
+        return int(pairs["batch_size"]) * int(pairs.get("world_size", 1)) * int(pairs.get("accum_freq", 1))
+    except (KeyError, ValueError):
+        return None
+
+
+def _json(path: Path, text: str) -> Table:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return Table(kind="JSON lines", rows=_json_lines(path, text))
+    if isinstance(content, dict) and isinstance(content.get("log_history"), list):
+        return Table(kind="Hugging Face trainer_state.json", rows=_objects(path, content["log_history"]))
+    if isinstance(content, list):
+        return Table(kind="JSON list", rows=_objects(path, content))
+    return Table(kind="JSON lines", rows=_objects(path, [content]))
+
+
+def _json_lines(path: Path, text: str) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"'{path}' line {number} is not JSON; give one JSON object per line, or a .csv") from None
+    return _objects(path, rows)
+
+
+def _objects(path: Path, rows: Sequence[Any]) -> list[dict[str, Any]]:
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f'\'{path}\' holds JSON that is not a list of objects; give rows such as {{"step": 1, "loss": 0.5}}')
+    return list(rows)
+
+
+def _csv(path: Path, text: str) -> Table:
+    first = text.split("\n", 1)[0]
+    separator = max(",;\t", key=first.count)
+    if first.count(separator) == 0 and "loss" not in first.lower():
+        raise ValueError(f"'{path}' is no log that is known: no JSON, no line of open_clip's, and no columns in its first line")
+    reader = csv.DictReader(text.splitlines(), delimiter=separator)
+    names = [name.strip() for name in reader.fieldnames or ()]
+    rows = [{name.strip(): value for name, value in row.items() if name is not None} for row in reader]
+    lowered = {name.lower() for name in names}
+    if {"wall time", "value"} <= lowered:
+        tags = {name: "loss" if name.lower() == "value" else name.lower() for name in names}
+        return Table(kind="TensorBoard export", rows=[{tags[name]: value for name, value in row.items()} for row in rows])
+    return Table(kind="table of columns", rows=rows)
+
+
+def _columns(table: Table, path: Path, loss_column: str | None, step_column: str | None) -> tuple[pd.DataFrame, list[str]]:
+    """The frame of steps, and words on what was taken for what."""
+    import pandas as pd
+
+    names = list(dict.fromkeys(name for row in table.rows for name in row))
+    loss, loss_words = _loss_column(path, names, loss_column)
+    step = _named(path, names, step_column) if step_column else _first(names, STEP)
+    guesses = {ours: _first(names, theirs) for ours, theirs in OTHERS.items()}
+    chosen = {ours: name for ours, name in guesses.items() if name is not None and name not in (loss, step)}
+    kept: dict[Any, dict[str, Any]] = {}
+    without = repeated = 0
+    for number, row in enumerate(table.rows, 1):
+        value = _number(row.get(loss))
+        if value is None:
+            without += 1
+            continue
+        at = _number(row.get(step)) if step else float(number)
+        key = number if at is None or not math.isfinite(at) else int(at)
+        repeated += key in kept
+        kept[key] = {"step": key, "loss": value, **{ours: _number(row.get(name)) for ours, name in chosen.items()}}
+    if not kept:
+        raise ValueError(f"'{path}' has no number in its column '{loss}'; choose another with --loss-column: {', '.join(names)}")
+    words = [loss_words, f"step read from column '{step}'" if step else "no column of steps: rows are numbered"]
+    words += [f"{ours} read from column '{name}'" for ours, name in chosen.items()]
+    words += [f"{without} rows without a loss left out"] * bool(without)
+    words += [f"{repeated} rows replaced by a later one of the same step"] * bool(repeated)
+    frame = pd.DataFrame([kept[key] for key in sorted(kept)])
+    return frame, words
+
+
+def _loss_column(path: Path, names: list[str], asked: str | None) -> tuple[str, str]:
+    if asked:
+        return _named(path, names, asked), f"loss read from column '{asked}', in nat"
+    likely = [name for name in names if "loss" in name.lower() and not NOT_TRAINED.search(name.lower())]
+    best = _first(names, LOSS) or next((name for name in likely if "train" in name.lower()), None) or next(iter(likely), None)
+    if best is None:
+        raise ValueError(f"'{path}' has no column that looks like a training loss: {', '.join(names)}; choose one with --loss-column")
+    others = [name for name in likely if name != best]
+    more = f"; also there: {', '.join(others[:4])}{' ...' if len(others) > 4 else ''} (--loss-column)" if others else ""
+    return best, f"loss read from column '{best}', taken to be in nat{more}"
+
+
+def _named(path: Path, names: list[str], asked: str) -> str:
+    if asked not in names:
+        raise ValueError(f"'{path}': " + unknown_name("column", asked, names))
+    return asked
+
+
+def _first(names: list[str], wanted: Sequence[str]) -> str | None:
+    """The column whose lower-case name, or its last part, is wanted first."""
+    by_name = {name.lower(): name for name in reversed(names)}
+    parts = {re.split(r"/| - ", name.lower())[-1].strip(): name for name in reversed(names) if not NOT_TRAINED.search(name.lower())}
+    return next((found for word in wanted if (found := by_name.get(word) or parts.get(word))), None)
+
+
+def _number(value: Any) -> float | None:
+    """A float, words for non-finite values included; None for anything else."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    text = str(value).strip().lower()
+    if text in WORDS:
+        return WORDS[text]
+    try:
+        return float(text)
+    except ValueError:
+        return None

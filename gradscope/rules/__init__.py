@@ -1,0 +1,69 @@
+"""Rules: what is wrong with a run, each with a stable id. One file, one rule; no rule imports torch.
+
+A rule is a frozen dataclass whose fields are its thresholds and whose call takes a ``View`` and returns a ``Finding`` or None. It is
+silent unless sure: it raises ``Unmeasured`` (through the view) where the log lacks what it needs, or holds fewer measured batches
+than its ``least``. An id is never reused; a rule that proves wrong is removed together with its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from gradscope.registry import Registry
+from gradscope.run_view import Evidence, Unmeasured, View
+
+rules: Registry[Any] = Registry("rule", "gradscope.rules")
+
+#: Gravest first. error: training does not do what it says; warning: it learns less than it could; note: worth knowing.
+SEVERITIES = ("error", "warning", "note")
+
+#: Measured batches below which no rule speaks of a share or a median.
+MEASURED = 6
+#: Logged steps below which no rule speaks of a trend.
+LOGGED = 30
+
+
+class Rule(Protocol):
+    id: ClassVar[str]
+    title: ClassVar[str]
+    severity: ClassVar[str]
+
+    def __call__(self, view: View) -> Finding | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rule found: the numbers, why, what to do, what that should change, and how to see whether it did."""
+
+    id: str
+    title: str
+    severity: str
+    evidence: tuple[Evidence, ...]
+    cause: str
+    action: str
+    effect: str
+    verify: str
+
+
+def found(rule: Rule, *evidence: Evidence, cause: str, action: str, effect: str, verify: str) -> Finding:
+    """A finding of ``rule``."""
+    return Finding(
+        id=rule.id,
+        title=rule.title,
+        severity=rule.severity,
+        evidence=evidence,
+        cause=cause,
+        action=action,
+        effect=effect,
+        verify=verify,
+    )
+
+
+def where_measured(evidence: Callable[[], Evidence]) -> tuple[Evidence, ...]:
+    """A further number for a finding that does not hang on it: () where it was not measured."""
+    try:
+        return (evidence(),)
+    except Unmeasured:
+        return ()

@@ -1,0 +1,62 @@
+"""GS012: mixed precision keeps skipping steps, or its loss scale collapses.
+
+Evidence   at least a tenth of the steps of the last epoch were skipped, not counting the search before the first accepted step; or
+           the loss scale ended under 1.
+Cause      gradients overflow fp16 again and again: too high a rate, a wide logit range, or a module that does not bear fp16.
+Silent     fewer than ``least`` steps after the first accepted one; no column of skipped steps.
+Mislead    the scaler's search at the start, and one skip in a few thousand steps when it tries a larger factor, are normal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from gradscope.rules import Finding, found, rules, where_measured
+from gradscope.run_view import Series, Unmeasured, View
+
+
+@rules.register("GS012")
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    id: ClassVar[str] = "GS012"
+    title: ClassVar[str] = "Mixed precision skips steps"
+    severity: ClassVar[str] = "error"
+    share: float = 0.1
+    least: int = 20
+
+    def __call__(self, view: View) -> Finding | None:
+        skipped = self._after_search(view.column("skipped"))
+        # By step numbers, not rows: in a loop that is not ours only probed and skipped steps have a row.
+        steps = int(skipped.steps[-1] - skipped.steps[0] + 1) if len(skipped.steps) else 0
+        if steps < self.least:
+            raise Unmeasured(f"column skipped covers {steps} steps after the first accepted one, at least {self.least} are needed")
+        share = float(skipped.values.sum()) / steps
+        if share < self.share and self._last_scale(view) >= 1.0:
+            return None
+        return found(
+            self,
+            skipped.whole().evidence("share of steps skipped after the first accepted one", share),
+            *where_measured(
+                lambda: (w := view.column("loss_scale").whole()).evidence("loss scale at the end", float(w.values[-1]), "factor")
+            ),
+            cause="The scaled gradient overflows fp16: those batches teach nothing, and the factor falls until small "
+            "gradients round to 0.",
+            action="--precision bf16 (no loss scale needed) or fp32; else a lower --lr or --set train.grad_clip=1.",
+            effect="No step is skipped after the first few.",
+            verify="column skipped of steps.jsonl; gradscope check --max-skipped 0.01.",
+        )
+
+    def _after_search(self, skipped: Series) -> Series:
+        """From the first accepted step on: before it the scaler looks for a factor that fits. All of it, if none was accepted."""
+        accepted = np.flatnonzero(skipped.values == 0)
+        first = int(accepted[0]) if accepted.size else 0
+        return replace(skipped, steps=skipped.steps[first:], epochs=skipped.epochs[first:], values=skipped.values[first:])
+
+    def _last_scale(self, view: View) -> float:
+        try:
+            return float(view.column("loss_scale").whole().values[-1])
+        except Unmeasured:
+            return 1.0

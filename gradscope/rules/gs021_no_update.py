@@ -1,0 +1,58 @@
+"""GS021: the weights do not move.
+
+Evidence   the learning rate was 0 in every logged step; or the median update is under 1e-7 of the weights in every tower.
+Cause      a rate of 0 or far too small, a scheduler that ended, or an optimizer that does not hold these parameters.
+Silent     fewer than ``least`` logged rates or measured batches; no column of rates and no readings of the update.
+Mislead    at the end of a schedule the rate is meant to be near 0: the median is taken over the whole run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from gradscope.rules import MEASURED, Finding, found, rules, where_measured
+from gradscope.run_view import Evidence, Unmeasured, View
+
+TOWERS = ("image", "text")
+
+
+@rules.register("GS021")
+@dataclass(frozen=True, kw_only=True)
+class NoUpdate:
+    id: ClassVar[str] = "GS021"
+    title: ClassVar[str] = "The weights do not move"
+    severity: ClassVar[str] = "error"
+    ratio: float = 1e-7
+    least: int = MEASURED
+
+    def __call__(self, view: View) -> Finding | None:
+        rate = where_measured(lambda: self._rate(view))
+        moved = self._moved(view)
+        if not rate and not moved:
+            raise Unmeasured("neither the learning rate nor the size of the update is in the log; the probe records it: --log-grads")
+        still = bool(moved) and max(e.value for e in moved) < self.ratio
+        if not still and not (rate and rate[0].value == 0):
+            return None
+        return found(
+            self,
+            *rate,
+            *moved,
+            cause="An update below 6e-8 of a weight is rounded away in fp32: with this rate training only repeats the evaluation.",
+            action="Raise --lr (1e-5 is usual for a pretrained CLIP, 1e-4 for small models); check that the scheduler reaches its peak "
+            "(--set train.warmup=0) and that the optimizer holds the trained parameters.",
+            effect="An update ratio of 1e-6 to 1e-3 per step.",
+            verify="readings optimizer/update_ratio.image and .text.",
+        )
+
+    def _rate(self, view: View) -> Evidence:
+        window = view.column("lr").whole(self.least)
+        return window.evidence("largest learning rate", float(window.values.max()), "1")
+
+    def _moved(self, view: View) -> tuple[Evidence, ...]:
+        return tuple(evidence for tower in TOWERS for evidence in where_measured(partial(self._ratio, view, tower)))
+
+    def _ratio(self, view: View, tower: str) -> Evidence:
+        window = view.reading("optimizer", f"update_ratio.{tower}", "total").whole(self.least)
+        return window.evidence(f"update / weights of the {tower} tower, median over the run", window.median(), "ratio")

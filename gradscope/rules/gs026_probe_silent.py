@@ -1,0 +1,70 @@
+"""GS026: the probe does not see what is trained.
+
+Evidence   parts of the probe that failed; a probe that was on and read nothing; gradients that passed by at the embeddings in another
+           direction than the objective's own (cosine under ``agreement``), or thousands of times longer.
+Cause      a dead hook, a further loss term, another scale or mask in the loop's loss, a loss scale the probe was not told.
+Silent     a weighted token term (its gradient is meant to be in it); objective not known; fewer than ``least`` measured batches.
+Mislead    half-precision logits lower the agreement by their rounding, to about .999.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradscope.rules import LOGGED, MEASURED, Finding, found, rules
+from gradscope.run_view import Evidence, Unmeasured, View
+
+
+@rules.register("GS026")
+@dataclass(frozen=True, kw_only=True)
+class ProbeSilent:
+    id: ClassVar[str] = "GS026"
+    title: ClassVar[str] = "The probe does not see what is trained"
+    severity: ClassVar[str] = "error"
+    agreement: float = 0.99
+    factor: float = 1e3
+    least: int = MEASURED
+
+    def __call__(self, view: View) -> Finding | None:
+        if not view.setting("probe.log_grads"):
+            raise Unmeasured("the probe was off; --log-grads turns it on")
+        evidence = [*self._nothing(view), *self._failed(view), *self._disagrees(view)]
+        if not evidence:
+            return None
+        return found(
+            self,
+            *evidence,
+            cause="What the readings describe is not, or not only, the loss that the loop minimises.",
+            action="Read the lines of the probe in console.log. In a loop of your own give the Probe its loss=, scaler= "
+            "and trained=, or "
+            "call probe.watch(image, text, scale) with what the loss compares.",
+            effect="Agreement 1 and factor 1 (1/k with k accumulated micro-batches).",
+            verify="readings hooks/agreement and hooks/factor; no reading with key failed.",
+        )
+
+    def _nothing(self, view: View) -> list[Evidence]:
+        if len(view.readings) or len(view.steps) < LOGGED:
+            return []
+        return [Evidence(what="readings of a probe that was on", value=0.0, unit="readings", where="readings.jsonl")]
+
+    def _failed(self, view: View) -> list[Evidence]:
+        if not len(view.readings):
+            return []
+        failed = view.readings[view.readings["key"] == "failed"]
+        return [
+            Evidence(what=f"failures of '{name}'", value=float(len(rows)), unit="steps", where=f"first at step {rows['step'].min()}")
+            for name, rows in failed.groupby("quantity")
+        ]
+
+    def _disagrees(self, view: View) -> list[Evidence]:
+        if not view.trained or view.setting_or("objective.token_weight", 0.0) > 0:
+            return []
+        try:
+            agreement = view.reading("hooks", "agreement", view.trained).recent(self.least)
+            factor = view.reading("hooks", "factor", view.trained).recent(self.least)
+        except Unmeasured:
+            return []
+        low = [agreement.evidence("cosine with the objective's own gradient, median", agreement.median(), "cosine")]
+        long = [factor.evidence("its length in units of the objective's own, median", factor.median(), "ratio")]
+        return (low if agreement.median() < self.agreement else []) + (long if factor.median() > self.factor else [])

@@ -1,0 +1,63 @@
+"""GS028: the training loss is near 0 and the validation has fallen.
+
+Evidence   the median training loss of the last epoch is at most a tenth of ln(width), and validation R@1 (mean of both directions) is
+           below the lower end of the 95 % interval of its best, earlier value.
+Cause      memorised training pairs, or updates that only move the embeddings of batches that were solved already.
+Silent     fewer than ``least`` logged losses; fewer than two validations, or none with intervals; a fall within the interval.
+Mislead    two validations of one run use the same queries: the interval is wider than that of their difference, so this is cautious.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from gradscope.rules import MEASURED, Finding, found, rules
+from gradscope.run_view import Evidence, Unmeasured, View
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@rules.register("GS028")
+@dataclass(frozen=True, kw_only=True)
+class Overfit:
+    id: ClassVar[str] = "GS028"
+    title: ClassVar[str] = "The loss is near 0 and the validation has fallen"
+    severity: ClassVar[str] = "error"
+    loss: float = 0.1
+    least: int = MEASURED
+
+    def __call__(self, view: View) -> Finding | None:
+        series = view.column("loss") if view.trained != "hn" else view.reading("loss", "true", "infonce")
+        loss, recall = series.recent(self.least), _recall(view)
+        values, lows = recall["value"].tolist(), recall["low"].tolist()
+        at = max(range(len(values) - 1), key=values.__getitem__)
+        best, last = int(recall["step"].iloc[at]), int(recall["step"].iloc[-1])
+        if loss.median() > self.loss * view.chance or values[-1] >= lows[at]:
+            return None
+        return found(
+            self,
+            loss.evidence("training loss, median", loss.median(), "nat"),
+            Evidence(what="validation R@1 at its best", value=values[at], unit="share", where=f"evals.jsonl, step {best}"),
+            Evidence(what="lower end of its interval", value=lows[at], unit="share", where=f"evals.jsonl, step {best}"),
+            Evidence(what="validation R@1 now", value=values[-1], unit="share", where=f"evals.jsonl, step {last}"),
+            cause="The batches are solved and the gallery is not: what is still updated does not carry over, or undoes "
+            "what was pretrained.",
+            action=f"Use the checkpoint of step {best}{' (the start: do not fine-tune like this)' if best == 0 else ''}; then a "
+            "lower --lr, fewer --epochs, a wider softmax (--accumulate-mode cached), or --freeze for one tower.",
+            effect="Validation R@1 stays at or above its start.",
+            verify="gradscope compare of the two checkpoints on the test split, with intervals.",
+        )
+
+
+def _recall(view: View) -> pd.DataFrame:
+    """The mean of both directions by rising step: ``step``, ``value``, ``low``."""
+    if view.evals.empty:
+        raise Unmeasured("no evaluation was logged")
+    rows = view.evals[(view.evals["metric"] == "R@1") & (view.evals["split"] == "val")]
+    numbers = rows.assign(value=rows["value"].astype(float), low=rows["low"].astype(float))
+    by_step = numbers.groupby("step")[["value", "low"]].mean().dropna().reset_index()
+    if len(by_step) < 2:
+        raise Unmeasured(f"validation R@1 with its interval was logged {len(by_step)} times, at least 2 are needed")
+    return by_step

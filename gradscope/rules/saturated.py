@@ -1,0 +1,31 @@
+"""What several rules ask first: which share of the batches is saturated. No rule of its own.
+
+Where the probe ran, the share of measured batches whose TRUE loss is under 1e-3 (one softmax each, as the verdict takes it);
+elsewhere the share of logged steps whose loss is, which with accumulation is a mean over softmaxes.
+"""
+
+from __future__ import annotations
+
+from gradscope.rules import LOGGED
+from gradscope.run_view import Evidence, View, Window
+
+UNDER = 1e-3
+
+
+def under_1e3(view: View, least: int) -> Window:
+    """0/1 per measured batch or, without readings, per logged step (then at least ``LOGGED`` of them)."""
+    series = view.reading("saturation", "below_1e-3", view.term)
+    if len(series.values):
+        return series.recent(least)
+    window = view.column("loss").recent(LOGGED)
+    return Window(values=(window.values < UNDER).astype(float), where=window.where)
+
+
+def share_evidence(view: View, window: Window) -> Evidence:
+    what = "measured batches" if window.where.startswith("reading") else "logged steps"
+    return window.evidence(f"share of {what} with a loss under 1e-3", window.mean())
+
+
+def residual_evidence(view: View, least: int) -> Evidence:
+    window = view.both("residual", "log10_mean", view.term).recent(least)
+    return window.evidence("residual left, median over batches", 10 ** window.median(), "probability")

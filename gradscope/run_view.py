@@ -1,0 +1,230 @@
+"""What a rule or a gate may look at: the tables of a run, or of another tool's log, as series with a stated origin.
+
+    view.reading("zeros", "naive_norm_zero", "infonce").recent(6).mean()
+
+A series gives its finite values in a window: ``whole`` (everything) or ``recent`` (the last epoch, and where that holds fewer than
+were asked for, the last so many; without epochs the last quarter). Too few values, or none, raise ``Unmeasured``, which names what is
+missing and what would record it: whoever asks is silent, and says so.
+
+How it can mislead: non-finite values are left out of a window, so a run of nan looks short; rule GS025 counts them.
+This file never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradscope.runlog import Run
+from gradscope.types import DIRECTIONS
+from gradscope.verdict import TERMS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Unmeasured(Exception):
+    """What was asked for is not in the log, or not often enough. The message says what, and what would record it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One number behind a finding: what it is, its unit, and where it was read."""
+
+    what: str
+    value: float
+    unit: str
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Finite values [n] in the order of their steps, and words for where they were read."""
+
+    values: np.ndarray
+    where: str
+
+    def mean(self) -> float:
+        return float(self.values.mean())
+
+    def median(self) -> float:
+        return float(np.median(self.values))
+
+    def share(self, true: np.ndarray) -> float:
+        """Share of the values for which ``true`` [n] holds."""
+        return float(np.mean(true))
+
+    def evidence(self, what: str, value: float, unit: str = "share") -> Evidence:
+        return Evidence(what=what, value=value, unit=unit, where=self.where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One reading or column over the run. ``unit`` names what one value belongs to, e.g. "measured batches"."""
+
+    name: str
+    unit: str
+    missing: str  # what would record it
+    steps: np.ndarray  # int [n], rising
+    epochs: np.ndarray  # float [n], nan where unknown
+    values: np.ndarray  # float64 [n]
+
+    def whole(self, least: int = 1) -> Window:
+        """Every finite value. Raises Unmeasured if there are fewer than ``least``."""
+        return self._window(np.ones(len(self.values), dtype=bool), least, "whole run")
+
+    def recent(self, least: int = 1) -> Window:
+        """The finite values of the last epoch, or the last ``least``. Raises Unmeasured if there are fewer than ``least`` in all."""
+        finite = np.isfinite(self.values)
+        known = self.epochs[finite & np.isfinite(self.epochs)]
+        if known.size:
+            chosen, words = self.epochs == known.max(), f"epoch {known.max():g}"
+        else:
+            chosen, words = np.arange(len(self.values)) >= len(self.values) * 3 // 4, "last quarter"
+        if (chosen & finite).sum() < least:
+            chosen, words = np.isin(np.arange(len(self.values)), np.flatnonzero(finite)[-least:]), "end of the run"
+        return self._window(chosen, least, words)
+
+    def last_epoch(self) -> Window:
+        """The finite values of the last epoch alone, as the verdict takes them."""
+        known = self.epochs[np.isfinite(self.epochs)]
+        return self._window(self.epochs == known.max() if known.size else np.ones(len(self.values), dtype=bool), 1, "last epoch")
+
+    def _window(self, chosen: np.ndarray, least: int, words: str) -> Window:
+        values = self.values[chosen & np.isfinite(self.values)]
+        if not len(self.values):
+            raise Unmeasured(f"{self.name} is not in the log; {self.missing}")
+        if len(values) < max(least, 1):
+            raise Unmeasured(f"{self.name} has {len(values)} {self.unit}, at least {max(least, 1)} are needed")
+        return Window(values=values, where=f"{self.name}, {words} ({len(values)} {self.unit})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A run, or a log of another tool, as rules see it.
+
+    ``kind`` is "run" or the kind of log; ``trained`` "infonce", "hn" or "" (not known); ``width`` None where it is not known.
+    ``notes`` are facts on how the log was read, to be shown.
+    """
+
+    path: Path
+    kind: str
+    trained: str
+    width: int | None
+    steps: pd.DataFrame
+    readings: pd.DataFrame
+    evals: pd.DataFrame
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def term(self) -> str:
+        """The objective whose readings describe training."""
+        return self.trained or "infonce"
+
+    @property
+    def chance(self) -> float:
+        """ln(width), the loss of guessing. Raises Unmeasured where the width is not known."""
+        return math.log(self.known_width)
+
+    @property
+    def known_width(self) -> int:
+        if self.width is None:
+            raise Unmeasured("the softmax width is not in the log; give --width")
+        return self.width
+
+    def setting(self, name: str) -> Any:
+        """ "train.lr" of the resolved recipe. Raises Unmeasured for a log that has no recipe."""
+        value = self.setting_or(name, None)
+        if value is None:
+            raise Unmeasured(f"the setting {name} is not known of this log")
+        return value
+
+    def setting_or(self, name: str, otherwise: Any) -> Any:
+        """ "train.lr" of the resolved recipe, or ``otherwise`` where it is not known."""
+        table, _, key = name.partition(".")
+        return self.recipe.get(table, {}).get(key, otherwise)
+
+    def reading(self, quantity: str, key: str, term: str = "") -> Series:
+        """One reading over the run."""
+        name = f"reading {quantity}/{key}" + (f" of {term}" if term else "")
+        chosen = self._readings.get((quantity, key, term))
+        return self._series(name, "measured batches", "the probe records it: --log-grads", chosen, "value")
+
+    def both(self, quantity: str, key: str, term: str = "") -> Series:
+        """The mean over the two directions of ``key``.i2t and ``key``.t2i, batch by batch; one of them where a loss has only that."""
+        there = [self.reading(quantity, f"{key}.{direction}", term) for direction in DIRECTIONS]
+        if not all(len(series.values) for series in there):
+            return max(there, key=lambda series: len(series.values))
+        steps = np.intersect1d(there[0].steps, there[1].steps)
+        values = [series.values[np.isin(series.steps, steps)] for series in there]
+        return Series(
+            name=f"reading {quantity}/{key}.i2t and .t2i" + (f" of {term}" if term else ""),
+            unit=there[0].unit,
+            missing=there[0].missing,
+            steps=steps,
+            epochs=there[0].epochs[np.isin(there[0].steps, steps)],
+            values=(values[0] + values[1]) / 2,
+        )
+
+    def column(self, name: str) -> Series:
+        """One column of the steps. A null (a step without the number) is nan."""
+        chosen = self.steps if name in self.steps else None
+        return self._series(f"column {name}", "steps", f"no column {name} was logged", chosen, name)
+
+    def _series(self, name: str, unit: str, missing: str, frame: pd.DataFrame | None, column: str) -> Series:
+        if frame is None or frame.empty:
+            nothing = np.zeros(0)
+            return Series(name=name, unit=unit, missing=missing, steps=nothing, epochs=nothing, values=nothing)
+        ordered = frame.sort_values("step", kind="stable")
+        steps = ordered["step"].to_numpy()
+        values = np.array([math.nan if value is None or isinstance(value, list) else float(value) for value in ordered[column]])
+        return Series(name=name, unit=unit, missing=missing, steps=steps, epochs=self._epochs(steps), values=values)
+
+    def _epochs(self, steps: np.ndarray) -> np.ndarray:
+        known = self._epoch_of_step
+        return np.array([known.get(step, math.nan) for step in steps.tolist()])
+
+    @cached_property
+    def _epoch_of_step(self) -> dict[int, float]:
+        if "epoch" not in self.steps:
+            return {}
+        return dict(zip(self.steps["step"].tolist(), self.steps["epoch"].astype(float).tolist(), strict=True))
+
+    @cached_property
+    def _readings(self) -> dict[Any, pd.DataFrame]:
+        return dict(iter(self.readings.groupby(["quantity", "key", "term"], sort=False))) if len(self.readings) else {}
+
+
+def view_run(path: Path) -> View:
+    """A run directory as rules see it. Raises ValueError if it is none, or cannot be read."""
+    run = Run(path)
+    trained = run.recipe.get("objective", {}).get("name", "")
+    width = run.provenance.get("width")
+    notes = [f"{table}.jsonl: {count} rows of a superseded attempt left out" for table, count in _counted(run) if count]
+    if not run.done:
+        notes.append("the run has not reached its end (no DONE): read up to its last whole line")
+    return View(
+        path=path,
+        kind="run",
+        trained=trained if trained in TERMS else "",
+        width=None if width is None else int(width),
+        steps=run.steps,
+        readings=run.readings,
+        evals=run.evals,
+        recipe=run.recipe,
+        facts=run.provenance,
+        notes=tuple(notes),
+    )
+
+
+def _counted(run: Run) -> list[tuple[str, int]]:
+    """Superseded rows by table; reads the tables."""
+    return [(name, run.superseded.get(name, 0)) for name in ("steps", "readings", "evals") if getattr(run, name) is not None]
