@@ -61,7 +61,7 @@ LAYERS = {
         "zero_batch",
         "zero_words",
     ],
-    5: ["figures", "demo"],
+    5: ["adapters", "figures", "demo"],
     6: ["cli"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}

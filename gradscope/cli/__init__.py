@@ -20,8 +20,8 @@ from gradscope.cli.geometry import caption_geometry
 from gradscope.cli.probe import probe
 from gradscope.cli.sweep import sweep
 from gradscope.cli.train import train
-from gradscope.cli.zeros import zeros
 from gradscope.cli.what_if import what_if
+from gradscope.cli.zeros import zeros
 
 #: Typer answers Ctrl-C with this code and no word.
 INTERRUPTED = 130

@@ -1,0 +1,112 @@
+"""Zero accounting in words, and as plain rows for JSON and CSV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradscope.metrics.zero_causes import CAUSES
+from gradscope.zero_accounting import Accounting, Tally
+from gradscope.zero_batch import ZeroBatch
+
+#: What each cause says of an entry.
+MEANING = {
+    "frozen": "belong to parameters that do not train",
+    "unused": "belong to parameters that the loss does not reach",
+    "structural": "are structural: this batch cannot reach them",
+    "dead_unit": "belong to dead units",
+    "dtype_underflow": "are too small for this pass's dtype",
+    "saturation_underflow": "are too small even for the next wider dtype: the objective is saturated",
+    "unexplained": "are zero in every pass",
+}
+
+
+def explanation(found: Accounting) -> str:
+    """What explains the zeros, the largest cause first, what a loss scale would do, and what Adam's eps mutes."""
+    total = found.total()
+    zeros = total.zero_entries
+    if not zeros:
+        return f"None of {total.entries:,} entries is without a gradient."
+    ranked = sorted((cause for cause in CAUSES if total.zeros[cause]), key=lambda cause: -total.zeros[cause])
+    parts = [f"{_share(total.zeros[cause], zeros)} {MEANING[cause]}" for cause in ranked]
+    words = f"{_share(zeros, total.entries)} of {total.entries:,} entries have no gradient. Of these, {'; '.join(parts)}."
+    return f"{words} {_remedy(found, total)}{_unseen(total)}"
+
+
+def _remedy(found: Accounting, total: Tally) -> str:
+    underflow = total.zeros["dtype_underflow"]
+    if not underflow and not total.zeros["saturation_underflow"]:
+        return "Nothing here speaks of precision or saturation."
+    if not underflow:
+        return "A loss scale cannot give these entries a direction worth having: widen the softmax, or change the objective."
+    back = _share(total.comes_back, underflow)
+    if found.exponent is None:
+        return "No loss scale is possible: already a factor of 1 overflows somewhere."
+    return f"With the largest loss scale that overflows nowhere, 2^{found.exponent}, {back} of the dtype underflow would come back."
+
+
+def _unseen(total: Tally) -> str:
+    """What table B adds, where it adds something."""
+    small = total.invisible.get("eps_dominated", 0)
+    return (
+        f" {_share(small, total.entries - total.zero_entries)} of the non-zero entries are small against Adam's eps." if small else ""
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    """Four digits, and no 100 % or 0 % that is not one."""
+    percent = 100 * part / whole
+    if 0 < percent < 0.01:
+        return "under 0.01 %"
+    if 99.99 < percent < 100:
+        return "over 99.99 %"
+    return f"{percent:.2f} %".replace(".00 %", " %")
+
+
+def as_dict(tally: Tally) -> dict[str, Any]:
+    return {
+        "entries": tally.entries,
+        "zero_entries": tally.zero_entries,
+        "zeros": dict(tally.zeros),
+        "of_structural_key_bias": tally.key_bias,
+        "of_dtype_underflow_comes_back": tally.comes_back,
+        "invisible": dict(tally.invisible),
+        "non_finite": tally.non_finite,
+        "contradicted": tally.contradicted,
+    }
+
+
+def content(found: ZeroBatch) -> dict[str, Any]:
+    """The whole answer for a JSON file."""
+    accounting = found.accounting
+    return {
+        "encoder": found.encoder,
+        "data": found.data,
+        "split": found.split,
+        "width": found.width,
+        "precision": found.precision,
+        "objective": found.objective,
+        "loss_scale": accounting.loss_scale,
+        "loss": accounting.loss,
+        "largest_finite_factor_log2": accounting.exponent,
+        "references": [str(dtype).removeprefix("torch.") for dtype in accounting.references],
+        "explanation": explanation(accounting),
+        "notes": list(accounting.notes),
+        "total": as_dict(accounting.total()),
+        "towers": {group: as_dict(accounting.total(group)) for group in accounting.groups},
+        "tensors": [{"name": t.name, "tower": t.group, **as_dict(t.tally)} for t in accounting.tensors],
+    }
+
+
+def rows(accounting: Accounting) -> list[dict[str, Any]]:
+    """One flat row per tensor for a CSV file."""
+    return [
+        {
+            "name": t.name,
+            "tower": t.group,
+            "entries": t.tally.entries,
+            **t.tally.zeros,
+            **t.tally.invisible,
+            "non_finite": t.tally.non_finite,
+        }
+        for t in accounting.tensors
+    ]
