@@ -33,7 +33,7 @@ def off_diagonal_mean(cosines: Tensor, excluded: Tensor | None = None) -> Tensor
     cells = cosines.shape[0] * (cosines.shape[0] - 1)
     mean = cosines.sum() / cells
     # A factor of exactly 1 where nothing is excluded.
-    return mean if excluded is None else mean * (cells / (cells - excluded.sum()).clamp(min=1))
+    return mean if excluded is None else mean * (cells / (cells - excluded.sum()).clamp(min=1).to(mean.dtype))
 
 
 def margin_matrix(kind: str, gamma: float, text: Tensor, margin_text: Tensor | None, excluded: Tensor | None = None) -> Tensor:

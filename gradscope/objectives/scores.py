@@ -32,7 +32,9 @@ def dense_scores(image: Tensor, text: Tensor, scale: Tensor, margin: Tensor | No
     cosine = image @ text.T  # [N, N]
     logits = scale * (cosine if margin is None else cosine + margin)
     if excluded is not None:
-        logits = logits.masked_fill(excluded, -math.inf)  # after the scale, whose gradient would be 0 * inf otherwise
+        # Added after the scale, whose gradient would be 0 * inf otherwise. A sum hands its gradient on as it is, strides included, so
+        # that a mask without a True changes no bit, not even in the order in which the scale's gradient is summed.
+        logits = logits + torch.zeros_like(logits).masked_fill(excluded, -math.inf)
     return Scores(cosine=cosine, margin=margin, logits=logits, scale=scale, excluded=excluded)
 
 

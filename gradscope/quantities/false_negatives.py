@@ -1,0 +1,208 @@
+"""What of the measured batch is pushed apart although it belongs together: duplicates, near-duplicates and likely false negatives.
+
+Captions, over the N(N-1)/2 pairs or the N captions of the batch (``captions`` has the mean, the number of repeated strings, ...):
+    cosine_q50, _q90, _q99, cosine_max   of a pair; order statistics are interpolated linearly
+    pairs_above_0.95, pairs_above_0.99   share of pairs at that cosine or over
+    captions_above_0.99                  share of captions with another at .99 or over
+    same_string                          share of captions whose string another one has
+    same_tokens, same_tokens_share       captions whose token ids another one has under a different string: one text to the encoder
+    same_tokens_cut                      how many of those were cut at the context: the difference was in the part that went
+    truncated_share                      share of captions cut at the context
+    overlap_hardest, overlap_nearest     Jaccard |A and B| / |A or B| of the sets of token ids, start, end and padding left out: of the
+                                         pair with the largest cosine; mean over captions, each with its nearest
+    same_image                           share of images whose unit row another one has (cosine 1 to rounding)
+
+Likely false negatives: share of negatives whose guide similarity exceeds the anchor's own positive cosine p_i = S_ii less a margin
+(absolute: p - m; relative: p - |p| m, so that m = .05 is "95 % of the positive" whatever its sign), and their mean number per anchor:
+    masked_G_M, masked_G_M_per_anchor    M = absolute, relative; G = captions (guide G_ij, the cosine of the two captions) or
+                                         pairs (guide S_ij, the cosine of the anchor and the other tower's row; over all directions)
+
+By objective, the share of the remaining push, over all anchors and directions, that lies on such cells; the positive is no part of it:
+    push_identical                       captions with identical token ids (strings, where the loop does not tell the ids)
+    push_same_image                      pairs of the same image
+    push_G_M                             cells that masked_G_M counts
+    share = sum of p_ij over those cells / sum of the residuals 1 - p_ii, formed on p / max p, in float64
+
+Source: GISTEmbed (Solatorio, 2024), positive-positive and anchor-positive masks, with the live encoder as its own guide; margins as in
+sentence-transformers' GISTEmbedLoss, which removes the cells that are only counted here. Paper facts, section 7.5.
+How to read: push_identical .3 says that three tenths of what is left of the gradient separates what cannot be separated. With
+``gradscope train --duplicates exclude`` such cells are no negatives, and neither masked_ nor push_ counts them.
+How it can mislead: between an image and a text tower lies the modality gap. Captions are compared with captions (.8, say) and the
+positive with the other tower (.3), so masked_captions is 1 for almost every CLIP; it means something where both towers see text, and
+masked_pairs means something everywhere. The live encoder judges itself: captions it cannot tell apart yet are called alike. A pair of
+images at cosine 1 may be a collapsed tower. Where no negative is left, shares are nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradscope.metrics.duplicates import above_positive, identical_rows, same_strings, token_overlap
+from gradscope.metrics.softmax import per_direction, push_shares
+from gradscope.objectives.margin import caption_cosines
+from gradscope.quantities import quantities
+from gradscope.types import Head, Reading, Step
+
+NEAR = (0.95, 0.99)
+QUANTILES = (50, 90, 99)
+
+#: Two unit rows of one image differ in their last bits only: a cosine of 1 to fp32 rounding.
+SAME_IMAGE = 1 - 1e-6
+
+Values = dict[str, tuple[Tensor, str]]
+
+
+@quantities.register("false_negatives")
+@dataclass(frozen=True, kw_only=True)
+class FalseNegatives:
+    """``absolute`` and ``relative`` are the two margins m under the anchor's own positive cosine."""
+
+    absolute: float = 0.0
+    relative: float = 0.05
+    phase: ClassVar[str] = "batch"
+    tier: ClassVar[str] = "default"
+
+    def __call__(self, step: Step) -> list[Reading]:
+        cosines = caption_cosines(step.embeddings.text)  # [N, N]
+        identical, strings = _identical(step), _strings(step)
+        pictures = caption_cosines(step.embeddings.image)
+        images = (pictures >= SAME_IMAGE).fill_diagonal_(False)
+        values = _closeness(cosines) | _texts(step, identical, strings) | _overlap(step, cosines)
+        values["same_image"] = (_share(images) + 0.0 * pictures.sum(), "share")
+        readings = [_reading(key, value, unit) for key, (value, unit) in values.items()]
+        duplicates = strings if identical is None else identical
+        masks = {"same_image": images} if duplicates is None else {"identical": duplicates, "same_image": images}
+        return readings + self._guided(step, cosines, masks)
+
+    def _guided(self, step: Step, cosines: Tensor, masks: Mapping[str, Tensor]) -> list[Reading]:
+        """Where each guide masks, and the share of each objective's push on every mask."""
+        head = next(iter(step.heads.values()))
+        scores, directions = head.scores, head.directions
+        guided = {f"captions_{kind}": [mask] * len(directions) for kind, mask in self._above(cosines, scores.cosine).items()}
+        pairs = [self._above(matrix, scores.cosine) for matrix in per_direction(scores.cosine, directions).values()]
+        guided |= {f"pairs_{kind}": [masked[kind] for masked in pairs] for kind in ("absolute", "relative")}
+        kept = _kept(cosines, scores.excluded)
+        readings = []
+        for name, matrices in guided.items():
+            counts = torch.stack([(matrix & kept).sum() for matrix in matrices]).double().mean() + 0.0 * scores.cosine.sum()
+            readings.append(_reading(f"masked_{name}", counts / kept.sum(), "share"))
+            readings.append(_reading(f"masked_{name}_per_anchor", counts / len(kept), "negatives"))
+        everything = {name: [mask] * len(directions) for name, mask in masks.items()} | guided
+        return readings + [reading for each in step.heads.values() for reading in _pushes(each, everything)]
+
+    def _above(self, guide: Tensor, cosine: Tensor) -> dict[str, Tensor]:
+        positive = cosine.diagonal()
+        return {
+            "absolute": above_positive(guide, positive, absolute=self.absolute),
+            "relative": above_positive(guide, positive, relative=self.relative),
+        }
+
+
+def _closeness(cosines: Tensor) -> Values:
+    n = len(cosines)
+    upper = torch.triu_indices(n, n, offset=1, device=cosines.device)
+    pairs = cosines[upper[0], upper[1]].sort().values  # torch.quantile refuses more than 16 million
+    nan = 0.0 * pairs.sum()
+    hardest = _hardest(cosines)
+    values: Values = {f"cosine_q{q}": (_quantile(pairs, q / 100) + nan, "cosine") for q in QUANTILES}
+    values["cosine_max"] = (pairs[-1] + nan, "cosine")
+    values |= {f"pairs_above_{near}": ((pairs >= near).double().mean() + nan, "share") for near in NEAR}
+    values[f"captions_above_{NEAR[-1]}"] = ((hardest >= NEAR[-1]).double().mean() + nan, "share")
+    return values
+
+
+def _quantile(ordered: Tensor, q: float) -> Tensor:
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return torch.lerp(ordered[low].double(), ordered[high].double(), place - low)
+
+
+def _texts(step: Step, identical: Tensor | None, strings: Tensor | None) -> Values:
+    values: Values = {}
+    if strings is not None:
+        values["same_string"] = (_share(strings), "share")
+    if identical is not None and strings is not None:
+        other = (identical & ~strings).any(dim=1)  # [N]
+        values["same_tokens"] = (other.sum(), "captions")
+        values["same_tokens_share"] = (other.double().mean(), "share")
+    if step.lengths is not None and step.token_ids is not None:
+        cut = step.lengths.to(step.token_ids.device, non_blocking=True) > step.token_ids.shape[1]
+        values["truncated_share"] = (cut.double().mean(), "share")
+        if "same_tokens" in values and len(cut) == len(other):
+            values["same_tokens_cut"] = ((other & cut).sum(), "captions")
+    return values
+
+
+def _overlap(step: Step, cosines: Tensor) -> Values:
+    words = _words(step)
+    if words is None:
+        return {}
+    assert step.token_ids is not None
+    hardest = _hardest(cosines)
+    nearest = cosines.masked_fill(_eye(cosines), -2.0).argmax(dim=1)  # [N]
+    overlap = token_overlap(step.token_ids, words, step.token_ids.index_select(0, nearest), words.index_select(0, nearest))
+    nan = 0.0 * hardest.sum()
+    first = overlap.gather(0, hardest.argmax().view(1))[0]
+    return {"overlap_hardest": (first + nan, "share"), "overlap_nearest": (overlap.mean() + nan, "share")}
+
+
+def _words(step: Step) -> Tensor | None:
+    """Which token ids are words, [N, L]: what the tokenizer calls valid less the last, which is end-of-text; or, in a loop that tells
+    lengths only, all but the first and the last token. None where neither is known of these N captions."""
+    ids, valid = step.token_ids, step.embeddings.text_valid
+    if ids is None or len(ids) != len(step.embeddings.text):
+        return None
+    position = torch.arange(ids.shape[1], device=ids.device)
+    if valid is not None and valid.shape == ids.shape:
+        return valid & (position < (position * valid).amax(dim=1, keepdim=True))
+    if step.lengths is None:
+        return None
+    ends = step.lengths.to(ids.device, non_blocking=True).clamp(max=ids.shape[1])
+    return (position >= 1) & (position < ends[:, None] - 1)
+
+
+def _identical(step: Step) -> Tensor | None:
+    """[N, N] captions of the same token ids, where the ids of all N are known."""
+    known = step.token_ids is not None and len(step.token_ids) == len(step.embeddings.text)
+    return identical_rows(step.token_ids) if known else None  # type: ignore[arg-type]
+
+
+def _strings(step: Step) -> Tensor | None:
+    known = step.captions is not None and len(step.captions) == len(step.embeddings.text)
+    return same_strings(step.captions, step.embeddings.text.device) if known else None  # type: ignore[arg-type]
+
+
+def _pushes(head: Head, masks: Mapping[str, list[Tensor]]) -> list[Reading]:
+    """The share of the head's push on the cells of each mask, given per direction with anchors in rows."""
+    logits = torch.stack(list(per_direction(head.scores.logits, head.directions).values()))
+    shares = push_shares(logits, {name: torch.stack(matrices) for name, matrices in masks.items()})
+    return [_reading(f"push_{name}", share, "share", head.name) for name, share in shares.items()]
+
+
+def _kept(cosines: Tensor, excluded: Tensor | None) -> Tensor:
+    """[N, N] the cells that are negatives."""
+    return ~_eye(cosines) if excluded is None else ~(_eye(cosines) | excluded)
+
+
+def _eye(matrix: Tensor) -> Tensor:
+    return torch.eye(len(matrix), dtype=torch.bool, device=matrix.device)
+
+
+def _hardest(cosines: Tensor) -> Tensor:
+    """[N] the cosine of each caption's nearest other one."""
+    return cosines.masked_fill(_eye(cosines), -2.0).amax(dim=1)
+
+
+def _share(pairs: Tensor) -> Tensor:
+    """The share of rows of a bool [N, N] with any True."""
+    return pairs.any(dim=1).double().mean()
+
+
+def _reading(key: str, value: Tensor, unit: str, term: str = "") -> Reading:
+    return Reading(quantity="false_negatives", key=key, term=term, value=value, unit=unit)
