@@ -33,8 +33,9 @@ class Gate:
     definition: str
     unit: str
     largest: bool
-    series: Callable[[View, str], Series]
-    summary: Callable[[Window], float]
+    series: Callable[[View, str], Sequence[Series]]  # one, or one per direction
+    summary: Callable[[Window], float]  # of one series; the mean of both directions is the gate's value
+    log10: bool = False  # the summary is of log10 values, and so is the mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +51,12 @@ class Outcome:
     detail: str  # where the value was read, why there is none, or what was found
 
 
-def _both(quantity: str, key: str) -> Callable[[View, str], Series]:
-    return lambda view, term: view.both(quantity, key, term)
+def _both(quantity: str, key: str) -> Callable[[View, str], Sequence[Series]]:
+    return lambda view, term: view.directions(quantity, key, term)
 
 
-def _one(quantity: str, key: str) -> Callable[[View, str], Series]:
-    return lambda view, term: view.reading(quantity, key, term)
-
-
-def _geometric_median(window: Window) -> float:
-    """Of a log10 series, as the verdict takes it: the median of the logarithms."""
-    return float(10 ** window.median())
+def _one(quantity: str, key: str) -> Callable[[View, str], Sequence[Series]]:
+    return lambda view, term: [view.reading(quantity, key, term)]
 
 
 GATES = {
@@ -84,11 +80,12 @@ GATES = {
         ),
         Gate(
             name="min-residual",
-            definition="mean residual 1 - p over anchors, median over measured batches, mean of both directions in log10",
+            definition="residual 1 - p, mean over anchors, median over measured batches, both directions",
             unit="probability",
             largest=False,
             series=_both("residual", "log10_mean"),
-            summary=_geometric_median,
+            summary=Window.median,
+            log10=True,
         ),
         Gate(
             name="min-effective-rows",
@@ -119,7 +116,7 @@ GATES = {
             definition="logged training loss, median over steps",
             unit="nat",
             largest=True,
-            series=lambda view, term: view.column("loss"),
+            series=lambda view, term: [view.column("loss")],
             summary=Window.median,
         ),
         Gate(
@@ -127,7 +124,7 @@ GATES = {
             definition="share of steps that mixed precision skipped",
             unit="share",
             largest=True,
-            series=lambda view, term: view.column("skipped"),
+            series=lambda view, term: [view.column("skipped")],
             summary=Window.mean,
         ),
         Gate(
@@ -135,7 +132,7 @@ GATES = {
             definition="validation R@1 of the last evaluation, mean of both directions",
             unit="share",
             largest=False,
-            series=lambda view, term: _recall(view),
+            series=lambda view, term: [_recall(view)],
             summary=lambda window: float(window.values[-1]),
         ),
     )
@@ -165,9 +162,12 @@ def evaluate(view: View, limits: Mapping[str, float], *, over: str = "last", ter
 def _outcome(gate: Gate, view: View, limit: float, over: str, term: str) -> Outcome:
     value, state = None, "unevaluated"
     try:
-        series = gate.series(view, term)
-        window = series.whole() if over == "all" or gate.name == "min-recall" else series.last_epoch()
-        value, detail = gate.summary(window), window.where
+        every = gate.series(view, term)
+        there = [series for series in every if len(series.values)] or every  # a loss of one direction has only that
+        whole = over == "all" or gate.name == "min-recall"
+        windows = [series.whole() if whole else series.last_epoch() for series in there]
+        mean = sum(gate.summary(window) for window in windows) / len(windows)
+        value, detail = 10**mean if gate.log10 else mean, "; ".join(window.where for window in windows)
     except Unmeasured as reason:
         detail = str(reason)
     if value is not None and math.isfinite(value):
@@ -247,7 +247,7 @@ def junit(view: View, outcomes: Sequence[Outcome]) -> str:
 
 
 def said(outcome: Outcome) -> str:
-    """One line: gate, state, value against limit."""
+    """One line: gate, limit, value."""
     value = "not measured" if outcome.value is None else f"{outcome.value:.4g} {outcome.unit}"
     limit = outcome.limit if isinstance(outcome.limit, str) else f"{outcome.limit:.4g}"
-    return f"{outcome.name} {limit}: {outcome.state}, {value}"
+    return f"--{outcome.name} {limit}: {value}"

@@ -13,6 +13,7 @@ This file never imports torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -140,6 +141,13 @@ class View:
             raise Unmeasured("the softmax width is not in the log; give --width")
         return self.width
 
+    @property
+    def precision(self) -> str:
+        """Of the towers: by the recipe, or by the stamps of the readings. Raises Unmeasured where neither says it."""
+        stamps = str(self.readings["stamps"].iloc[-1]) if len(self.readings) else ""
+        stamped = re.search(r"towers (\w+)", stamps)
+        return str(self.setting_or("train.precision", None) or (stamped[1] if stamped else self.setting("train.precision")))
+
     def setting(self, name: str) -> Any:
         """ "train.lr" of the resolved recipe. Raises Unmeasured for a log that has no recipe."""
         value = self.setting_or(name, None)
@@ -158,9 +166,13 @@ class View:
         chosen = self._readings.get((quantity, key, term))
         return self._series(name, "measured batches", "the probe records it: --log-grads", chosen, "value")
 
+    def directions(self, quantity: str, key: str, term: str = "") -> list[Series]:
+        """``key``.i2t and ``key``.t2i."""
+        return [self.reading(quantity, f"{key}.{direction}", term) for direction in DIRECTIONS]
+
     def both(self, quantity: str, key: str, term: str = "") -> Series:
         """The mean over the two directions of ``key``.i2t and ``key``.t2i, batch by batch; one of them where a loss has only that."""
-        there = [self.reading(quantity, f"{key}.{direction}", term) for direction in DIRECTIONS]
+        there = self.directions(quantity, key, term)
         if not all(len(series.values) for series in there):
             return max(there, key=lambda series: len(series.values))
         steps = np.intersect1d(there[0].steps, there[1].steps)

@@ -80,16 +80,13 @@ def _print(view: View, outcomes: Sequence[Outcome]) -> None:
     from rich.text import Text
 
     from gradscope.console import out
+    from gradscope.gates import said
 
-    table = Table(title=str(view.path), title_justify="left")
-    table.add_column("gate")
-    table.add_column("limit", justify="right")
-    table.add_column("value", justify="right")
-    table.add_column("")
-    table.add_column("definition, and where it was read")
+    out.print(f"{view.path} ({view.kind})", soft_wrap=True, style="bold")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
     for outcome in outcomes:
-        value = "not measured" if outcome.value is None else f"{outcome.value:.4g}"
-        limit = outcome.limit if isinstance(outcome.limit, str) else f"{outcome.limit:.4g}"
-        words = Text.assemble(outcome.definition, "\n", (outcome.detail, "dim"))
-        table.add_row(outcome.name, limit, value, Text(outcome.state, style=STYLE[outcome.state]), words)
-    out.print(table)
+        grid.add_row(Text(outcome.state, style=STYLE[outcome.state]), Text(said(outcome)))
+        grid.add_row("", Text(f"{outcome.definition}\n{outcome.detail}", style="dim"))
+    out.print(grid)

@@ -27,7 +27,7 @@ class HalfUnderflow:
     least: int = MEASURED
 
     def __call__(self, view: View) -> Finding | None:
-        precision = str(view.setting("train.precision"))
+        precision = view.precision
         if precision not in HALF:
             return None
         window = view.reading("zeros", "entries_reached.parameters", view.term).recent(self.least)
