@@ -79,4 +79,4 @@ def _uniform(scores: Scores, k: int) -> Tensor | float:
     if scores.excluded is None:
         return min(k, width - 1) / (width - 1)
     left = width - 1 - scores.excluded.sum(dim=1)  # [N]
-    return (left.clamp(max=k) / left).double().mean()
+    return (left.clamp(max=k) / left.double()).mean()
