@@ -12,7 +12,7 @@ How it can mislead: the audit stops at the embeddings. bf16 and fp16 towers roun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradscope.metrics.loss_path import PRECISIONS, LossPath, PairLoss, exact_pass, measure
+from gradscope.metrics.loss_path import PRECISIONS, PairLoss, compared, exact_pass, flushes_denormals, one_pass
 from gradscope.registry import unknown_name
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def audit(
         batches: index tensors [width].
 
     Returns:
-        Columns objective, setting, batch, width, scale, true_loss_log10 and true_norm (float64, residual form), and the fields of
-        ``LossPath``.
+        Columns objective, setting, batch, width, scale, true_loss_log10 and true_norm (float64, residual form), the fields of
+        ``LossPath``, and denormals_flushed (this process counts numbers under 1.2e-38 as zeros).
 
     Raises:
         ValueError: see ``gradscope.metrics.loss_path.measure``.
@@ -96,7 +96,7 @@ def audit(
                 rows.append({"objective": label, "batch": number, "width": len(batch), "scale": float(scale), **values})
             if advance:
                 advance(len(rows) // len(settings), total)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).assign(denormals_flushed=flushes_denormals(image.device))
 
 
 def positive_sweep(
@@ -140,26 +140,56 @@ def made_pairs(cosine: float, *, pairs: int, dim: int, seed: int) -> tuple[Tenso
 
 
 def medians(frame: DataFrame) -> DataFrame:
-    """The median over batches of every column, one row per objective, condition and setting, in order of appearance."""
+    """The median over batches of every column, one row per objective, condition and setting, in order of appearance.
+
+    A nan in one batch is a nan here; ``non_finite`` is the largest of the batches, so that one overflow is not outvoted.
+    """
     keys = [name for name in ("objective", "scale", "width", "positive_cosine", "setting") if name in frame]
-    return frame.drop(columns=["batch", "precision"]).groupby(keys, sort=False).median().reset_index()
+    middle = {
+        name: lambda part: part.median(skipna=False)
+        for name in frame.columns.difference([*keys, "batch", "precision", "denormals_flushed"], sort=False)
+    }
+    return frame.groupby(keys, sort=False).agg({**middle, "non_finite": "max"}).reset_index()
 
 
-#: What can be lost, in the order in which it is told: words, and the columns it shows in.
-LOSSES: dict[str, Callable[[Any], bool]] = {
-    "entries that are inf or nan (the loss scale is too large)": lambda row: row["non_finite"] > 0,
-    "no gradient at all": lambda row: row["zero_share"] == 1,
-    "exact zeros": lambda row: SHARE <= row["zero_share"] < 1,
-    "pairs without a pull": lambda row: row["pull_lost"] >= SHARE,
-    "a gradient off by 1 % or more": lambda row: row["zero_share"] < 1 and row["gradient_error"] >= SHARE,
-    "logits off by 0.1 or more": lambda row: row["logit_rounding"] >= ROUNDING,
-    "a printed loss of 0": lambda row: row["loss"] == 0 and math.isfinite(row["true_loss_log10"]),
-}
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """One thing that can be lost: in words, when it counts as lost, and its size."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    size: Callable[[Any], str] | None = None
 
 
-def lost(row: Series[Any]) -> list[str]:
-    """The keys of ``LOSSES`` that hold for one line of ``medians``."""
-    return [words for words, holds in LOSSES.items() if holds(row)]
+#: In the order in which they are told.
+LOSSES = (
+    Loss(
+        words="inf or nan entries: a loss scale too large", holds=lambda r: r["non_finite"] > 0, size=lambda r: percent(r["non_finite"])
+    ),
+    Loss(words="no gradient at all", holds=lambda r: r["zero_share"] == 1),
+    Loss(words="exact zeros", holds=lambda r: SHARE <= r["zero_share"] < 1, size=lambda r: percent(r["zero_share"])),
+    Loss(
+        words="pairs without a pull",  # harmless while those that are done do not matter beside the others
+        holds=lambda r: r["pull_lost"] >= SHARE and r["gradient_error"] >= SHARE,
+        size=lambda r: percent(r["pull_lost"]),
+    ),
+    Loss(
+        words="a wrong gradient",
+        holds=lambda r: r["zero_share"] < 1 and r["gradient_error"] >= SHARE,
+        size=lambda r: f"off by {percent(r['gradient_error'])}",
+    ),
+    Loss(words="rounded logits", holds=lambda r: r["logit_rounding"] >= ROUNDING, size=lambda r: f"by up to {r['logit_rounding']:.2f}"),
+    Loss(words="a printed loss of 0", holds=lambda r: r["loss"] == 0 and math.isfinite(r["true_loss_log10"])),
+)
+CAPTION = (
+    f"off: |g - g64| / |g64| at the embeddings, called wrong from {SHARE:.0%} on. no pull: the positive's gradient is exactly 0, the "
+    f"negatives' is not. logits off: largest rounding, counted from {ROUNDING} on."
+)
+
+
+def lost(row: Series[Any]) -> list[Loss]:
+    """What one line of ``medians`` has lost."""
+    return [loss for loss in LOSSES if loss.holds(row)]
 
 
 def sentences(summary: DataFrame) -> list[str]:
@@ -171,22 +201,35 @@ def sentences(summary: DataFrame) -> list[str]:
         if whole:
             said.append(f"{objective}: nothing that matters is lost in {', '.join(whole)}.")
         said += [f"{objective}, {setting}: {_onsets(rows)}." for setting, rows in by.items() if setting not in whole]
-        if (part["pull_lost"] >= SHARE).any():
-            said.append(f"{objective}: no loss scale brings a lost pull back; --loss-form residual does, on fp32 logits.")
+        said += [f"{objective}: {words}" for words in _remedies(part)]
     return said
 
 
+def _remedies(part: DataFrame) -> list[str]:
+    """What brings back what the settings of one objective lose."""
+    wrong = part["gradient_error"] >= SHARE
+    half = part["setting"].str.startswith(("bf16", "fp16"))
+    words = []
+    if ((part["pull_lost"] >= SHARE) & wrong & ~half).any():
+        words.append("no loss scale brings a lost pull back; the residual form of the loss does (--loss-form residual).")
+    if (wrong & half).any():
+        words.append("logits formed in fp32, outside autocast, lose what fp32 loses and no more.")
+    if (part["non_finite"] > 0).any():
+        words.append("a GradScaler would halve the loss scale that overflows, and skip those steps.")
+    return words
+
+
 def _onsets(rows: DataFrame) -> str:
-    """What one setting loses; where there are several conditions, from which true loss on, going down."""
+    """What one setting loses and how much; where there are several conditions, from which true loss on, going down."""
     rows = rows.sort_values("true_loss_log10", ascending=False)
     found: dict[str, str] = {}
     for _, row in rows.iterrows():
-        for words in lost(row):
-            found.setdefault(words, ten_to(row["true_loss_log10"]))
+        for loss in lost(row):
+            found.setdefault(loss.words, ten_to(row["true_loss_log10"]))
     if len(rows) == 1:
-        return "; ".join(found)
+        return ", ".join(f"{loss.words} ({loss.size(row)})" if loss.size else loss.words for loss in lost(row))
     return "; ".join(
-        f"from a loss of {at} on: {', '.join(words for words, first in found.items() if first == at)}"
+        f"from a loss of {at} on {', '.join(words for words, first in found.items() if first == at)}"
         for at in dict.fromkeys(found.values())
     )
 
@@ -195,11 +238,11 @@ def table(summary: DataFrame, title: str) -> Table:
     """The medians as a table: one line per objective, condition and setting."""
     from rich.table import Table
 
-    drawn = Table(title=title, title_justify="left")
+    drawn = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")
     several, swept = summary["objective"].nunique() > 1, "positive_cosine" in summary
     keys = [*(["objective"] if several else []), *(["cosine"] if swept else []), "setting"]
-    for head in (*keys, "true loss", "printed", "gradient", "zeros", "no pull", "off", "logits off"):
-        drawn.add_column(head, justify="left" if head in ("objective", "setting") else "right")
+    for head in (*keys, "true loss", "printed", "norm", "zeros", "no pull", "off", "logits off"):
+        drawn.add_column(head, justify="left" if head in keys else "right", no_wrap=head in keys)
     for (_, *condition), part in summary.groupby(["objective", *(["positive_cosine"] if swept else [])], sort=False):
         drawn.add_section()
         for _, row in part.iterrows():
@@ -225,15 +268,13 @@ def percent(share: float) -> str:
 
 def _one_batch(
     image: Tensor, text: Tensor, scale: Tensor | float, objective: PairLoss, settings: Sequence[Setting]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     truth = exact_pass(image, text, scale, objective)
-    best = measure(image, text, scale, objective, precision="fp64", exact=truth)
-    norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in truth.gradient))
-    rows = []
+    best = compared(truth, truth, objective, precision="fp64")
     for s in settings:
-        made: LossPath = measure(image, text, scale, objective, precision=s.precision, loss_scale=s.loss_scale, exact=truth)
-        rows.append({"setting": str(s), "true_loss_log10": best.log10_loss_true, "true_norm": norm, **asdict(made)})
-    return rows
+        made = one_pass(image, text, scale, objective, precision=s.precision, loss_scale=s.loss_scale)
+        found = asdict(compared(made, truth, objective, precision=s.precision))
+        yield {"setting": str(s), "true_loss_log10": best.log10_loss_true, "true_norm": best.gradient_norm, **found}
 
 
 def _loss_scale(text: str, word: str) -> float:

@@ -86,7 +86,7 @@ def audit(
 
     Example: gradscope audit runs/demo/hn --data scenes --width 64 --output audit.csv
     """
-    from gradscope.console import out
+    from gradscope.console import console, out
     from gradscope.paths import check_writable
     from gradscope.precision_audit import medians, read_settings, sentences, table
 
@@ -110,6 +110,8 @@ def audit(
         pairs, own = _pairs(source, settings, data, split, batch_size, workers, trust_archive, device)
         frame = _drawn(pairs, arms, steps, scale or own, width, batches, seed)
         title = f"{source}, {frame['batch'].nunique()} batches of {width} from {len(pairs.image):,} pairs"
+    if frame["denormals_flushed"].any():
+        console.print("note: this process turns numbers under 1.2e-38 into 0; they are counted as exact zeros")
     found = medians(frame)
     out.print(table(found, f"{title}, scale {frame['scale'].iloc[0]:.4g}: medians over batches"))
     for line in sentences(found):
@@ -215,19 +217,27 @@ def _pairs(
             on_too_long=settings.on_too_long,
             advance=advance,
         )
-    return paired_rows(embedded), float(encoder.scale())
+    return paired_rows(embedded), float(encoder.scale().detach())
 
 
 def _write(frame: DataFrame, output: Path) -> None:
     """Every batch as CSV or JSON, and the figure beside it."""
+    import json
+
     from gradscope.console import out
     from gradscope.figures import figures
     from gradscope.figures.style import save
 
     if output.suffix == ".csv":
-        frame.to_csv(output, index=False)
+        frame.to_csv(output, index=False, na_rep="nan")
     else:
-        frame.to_json(output, orient="records", indent=2)
+        rows = [{key: _spelled(value) for key, value in row.items()} for row in frame.to_dict("records")]
+        output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     drawing, drawn = figures["precision-audit"](frame)
     for path in (output, *save(drawing, drawn, output.with_name(f"{output.stem}-figure"))):
         out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _spelled(value: Any) -> Any:
+    """Non-finite numbers are data, and JSON has no word for them: "nan", "inf", "-inf"."""
+    return str(value) if isinstance(value, float) and not -float("inf") < value < float("inf") else value

@@ -68,7 +68,7 @@ def precision_audit(frame: DataFrame) -> tuple[Figure, DataFrame]:
         figure = new_figure(DOUBLE_INCHES, 0.5 + (1.9 if columns == 2 else 1.6) * rows)
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for i, objective in enumerate(objectives):
-            _draw(grid[4 * i : 4 * i + 4], drawn[drawn["objective"] == objective], swept, first=4 * i)
+            _draw(list(grid[4 * i : 4 * i + 4]), drawn[drawn["objective"] == objective], swept, first=4 * i)
             if len(objectives) > 1:
                 grid[4 * i].set_ylabel(objective)
         for axes in grid[-columns:]:
@@ -103,33 +103,40 @@ def _draw(panels: Sequence[Axes], part: DataFrame, swept: bool, first: int) -> N
                 zero = line[line[panel.column] == 0]
                 axes.plot(zero["x"], [floor] * len(zero), linestyle="none", marker=marker, markersize=1.2 + 1.2 * wide,
                           markerfacecolor="white", markeredgecolor=colour)  # fmt: skip
-        _dress(axes, panel, letter if first == 0 else "", floor, swept)
+        _dress(axes, panel, letter if first == 0 else "", part, floor, swept)
 
 
-def _dress(axes: Axes, panel: _Panel, letter: str, floor: float | None, swept: bool) -> None:
+def _dress(axes: Axes, panel: _Panel, letter: str, part: DataFrame, floor: float | None, swept: bool) -> None:
     axes.set_title(f"({letter}) {panel.title}" if letter else panel.title, loc="left")
     if not swept:
-        axes.set_xscale("log")
+        _decades(axes, "x", part["x"], None)
         axes.invert_xaxis()  # from easy to done, as for the cosine
     if panel.share:
         axes.set_ylim(-4, 104)
     else:
-        axes.set_yscale("log")
-        _mark_floor(axes, floor)
+        _decades(axes, "y", part[panel.column], floor)
 
 
-def _mark_floor(axes: Axes, floor: float | None) -> None:
-    """Ticks of whole decades, and the floor's, which reads 0."""
-    low, high = (math.log10(value) for value in axes.get_ylim())
-    step = max(1, math.ceil((high - low) / 6))
+def _decades(axes: Axes, which: str, values: Any, floor: float | None) -> None:
+    """A logarithmic axis with ticks at whole decades and at the floor, which reads 0; a straight one where no decade would show."""
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    positive = values[(values > 0) & (values < math.inf)]
+    if floor is None and (positive.empty or positive.max() < 30 * positive.min()):
+        axis.set_major_locator(MaxNLocator(3))
+        return
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    low, high = (math.log10(value) for value in sorted(axes.get_xlim() if which == "x" else axes.get_ylim()))
+    step = max(1, math.ceil((high - low) / (6 if which == "y" else 3)))
     start = math.ceil(low if floor is None else math.log10(floor) + 1)
     powers = range(step * math.ceil(start / step), math.floor(high) + 1, step)
     ticks, labels = [10.0**p for p in powers], [f"$10^{{{p}}}$" for p in powers]
     if floor is not None:
         axes.axhline(floor, color="#B0B0B0", linewidth=0.6, zorder=0)
         ticks, labels = [floor, *ticks], ["0", *labels]
-    axes.set_yticks(ticks, labels)
-    axes.minorticks_off()
+    axis.set_ticks(ticks, labels)
+    axis.set_minor_locator(NullLocator())
 
 
 def _floor(values: Any) -> float | None:
