@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradscope import distributed, found
 from gradscope.console import console
+from gradscope.embedding_source import EmbeddingSource, passive
 from gradscope.encoders.reach import reachable_rows
 from gradscope.found import Found
 from gradscope.objectives.hn import HN
@@ -59,7 +60,8 @@ class Probe:
         every: probe steps 1, 1 + every, ...
         trained: the objective that the loop minimises, "infonce" or "hn"; "" if neither.
         gamma, margin: of the HN objective that is read beside it, or is trained.
-        directions: ("i2t", "t2i") for a symmetric loss; one of them where the loss has one (first tower -> second: "i2t").
+        directions: ("i2t", "t2i") for a symmetric loss; one of them where the loss has one (first tower -> second: "i2t"). None
+            asks the loss (sentence-transformers), and else takes both.
         second_backward: also take the full-parameter gradient of the objective that is not trained (one more backward; set "full").
         gather: whether the softmax is over all ranks; None takes it from the loss module (``world_size``, ``gather_across_devices``).
         scale_max: the clamp of a learned scale.
@@ -82,14 +84,20 @@ class Probe:
         trained: str = "infonce",
         gamma: float = 0.5,
         margin: str = "live",
-        directions: Sequence[str] = DIRECTIONS,
+        directions: Sequence[str] | None = None,
         second_backward: bool = False,
         gather: bool | None = None,
         scale_max: float | None = None,
         first_step: int = 1,
     ) -> None:
-        _check(every, trained, margin, directions, second_backward, probe_set, first_step)
+        _check(every, trained, margin, directions or DIRECTIONS, second_backward, probe_set, first_step)
         self.model, self.loss, self.scaler = model, loss, scaler
+        self._source = EmbeddingSource(model, loss, self._observe)
+        stated = self._source.directions
+        if directions is None:
+            directions = stated or DIRECTIONS
+        if stated == ():
+            trained = ""  # a softmax over other cells than ours
         self.reader = StepReader(
             model=model,
             objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma, margin=margin)},
@@ -114,12 +122,12 @@ class Probe:
         self._index, self._samples = first_step - 1, 0
         self._micro = 0  # forward passes seen since the last step of the optimizer
         self._open_step = False
-        self._told = False
-        self._token_ids: Tensor | None = None
+        self._cached = False
         self._normalise: bool | None = None
         self._unseen = 0
         self._stepped = False
         self._overflows: Tensor | None = None
+        self._until_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._ended = time.perf_counter()
 
@@ -129,12 +137,8 @@ class Probe:
         """Registers every hook. Raises ValueError if attached already."""
         if self._undo:
             raise ValueError("this probe is attached already; detach it first")
-        undo = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True).remove]
-        if self.loss is not None:
-            undo.append(self.loss.register_forward_pre_hook(self._before_loss, with_kwargs=True).remove)
-        else:
-            undo.append(self.model.register_forward_hook(self._after_model).remove)
-        self._undo = undo
+        self._source.attach()
+        self._undo = [self._source.detach]
         if self.reader.optimizer is not None:
             self._watch_optimizer(self.reader.optimizer)
         else:
@@ -143,21 +147,19 @@ class Probe:
             self._watch_scaler()
         return self
 
-    def detach(self) -> None:
-        """Takes every hook away and closes the log. May be called twice."""
+    def detach(self, *, complete: bool = False) -> None:
+        """Takes every hook away and closes the log; ``complete`` marks the run as one that reached its end. May be called twice."""
         self.reader.abandon()
-        for undo in reversed(self._undo):
+        for undo in (*self._until_step, *reversed(self._undo)):
             undo()
-        self._undo = []
-        self._log.close()
+        self._until_step, self._undo = [], []
+        self._log.close(complete)
 
     def __enter__(self) -> Probe:
         return self.attach()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self._log.finish()
-        self.detach()
+        self.detach(complete=kind is None)
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:
         self.reader.optimizer = optimizer
@@ -172,8 +174,7 @@ class Probe:
             return
         ours = {id(parameter) for parameter in self.reader.parameters}
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            self._watch_optimizer(optimizer)
-            self._before_step(optimizer, args, kwargs)  # its own hooks start with the next step; this one is under way
+            self._watch_optimizer(optimizer)  # its own hooks come after this one, in this very step
 
     def _watch_scaler(self) -> None:
         """A step that the scaler skips never reaches the optimizer's hooks: only the scaler itself knows of it."""
@@ -190,18 +191,6 @@ class Probe:
         self._undo.append(lambda: self.scaler.__dict__.pop("step", None) and None)
 
     # ---- forward
-
-    def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _passive():
-            self._token_ids = found.token_ids(args, kwargs)
-
-    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not _passive() and not self._told:
-            self._observe(found.in_output(output))
-
-    def _before_loss(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _passive() and not self._told:
-            self._observe(found.in_call(args, kwargs))
 
     def watch(
         self,
@@ -222,23 +211,47 @@ class Probe:
             scale: after exp; None takes the model's own.
             captions, token_ids [N, L], lengths [N] (tokens before truncation): of the second tower, for the quantities about them.
         """
-        self._told = True
-        if not _passive():
-            scale = torch.tensor(float(scale), device=text.device) if isinstance(scale, (int, float)) else scale
-            ids = self._token_ids if token_ids is None else token_ids
-            self._observe(Found(image=image, text=text, scale=scale, token_ids=ids), captions, lengths)
+        self._source.told = True
+        self._source.stop_searching()
+        if not passive():
+            scale = torch.tensor(float(scale)) if isinstance(scale, (int, float)) else scale
+            self._observe(Found(image=image, text=text, scale=scale, token_ids=token_ids), True, captions, lengths)
 
-    def _observe(self, seen: Found | None, captions: Sequence[str] | None = None, lengths: Tensor | None = None) -> None:
-        if seen is None or not (seen.image.requires_grad or seen.text.requires_grad):
+    def _observe(self, seen: Found, whole: bool, captions: Sequence[str] | None = None, lengths: Tensor | None = None) -> None:
+        """One micro-batch on its way into the loss. ``whole``: one backward passes all of its rows; if not, embeddings are cached
+        and the towers are passed in pieces, so that no single backward leaves this batch's gradient behind."""
+        live = seen.image.requires_grad or seen.text.requires_grad
+        if whole and not live:
             return
         self._begin()
-        self._micro += 1
+        self._micro, self._cached = self._micro + 1, not whole
         due = self.reader.due
         if due:
-            self._open(seen, captions, lengths)
-        if due or self.reader.reading:
-            rows = seen.image if seen.image.requires_grad else seen.text
-            _when_backward_ends(rows, self._backward_ended)
+            try:
+                self._open(seen, whole, captions, lengths)
+            except Exception as error:  # a diagnostic must never end a training run
+                self.reader.fail("embeddings", error)
+        if self._cached and due:
+            self._watch_parameters()
+        elif live and not self._cached and (due or self.reader.reading):
+            _when_backward_ends(seen.image if seen.image.requires_grad else seen.text, self._backward_ended)
+
+    def _watch_parameters(self) -> None:
+        """Embeddings that are cached are passed by no backward of their own: the towers' backwards are noticed at the parameters."""
+        queued = False
+
+        def accumulated(parameter: Tensor) -> None:
+            nonlocal queued
+            if not queued:
+                queued = True
+                _queue(ended)
+
+        def ended() -> None:
+            nonlocal queued
+            queued = False
+            self._backward_ended()
+
+        self._until_step += [p.register_post_accumulate_grad_hook(accumulated).remove for p in self.reader.parameters]
 
     def _begin(self) -> None:
         if not self._open_step:
@@ -246,7 +259,7 @@ class Probe:
             self._index += 1
             self.reader.begin(self._index, self._samples)
 
-    def _open(self, seen: Found, captions: Sequence[str] | None, lengths: Tensor | None) -> None:
+    def _open(self, seen: Found, whole: bool, captions: Sequence[str] | None, lengths: Tensor | None) -> None:
         scale = seen.scale if seen.scale is not None else found.scale_of(self.model)
         if scale is None:
             raise ValueError(
@@ -259,11 +272,11 @@ class Probe:
             seen.image.dtype == torch.float16 or torch.is_autocast_enabled(seen.image.device.type)
         )
         embeddings = Embeddings(image=seen.image, text=seen.text, scale=scale.to(seen.text.device))
-        ids = seen.token_ids if seen.token_ids is not None else self._token_ids
+        ids = seen.token_ids if seen.token_ids is not None else self._source.token_ids
         ids = ids if ids is not None and len(ids) == len(seen.text) else None
         observed = self._observed(embeddings, None if captions is None else tuple(captions), ids, lengths)
         self._log.width = len((observed.candidates or embeddings).text)
-        self.reader.open(embeddings, observed)
+        self.reader.open(embeddings, observed, own_grad=whole)
 
     def _observed(
         self, embeddings: Embeddings, captions: tuple[str, ...] | None, ids: Tensor | None, lengths: Tensor | None
@@ -295,8 +308,22 @@ class Probe:
         self.reader.close(unscale)
         self.reader.backward_ended(unscale)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A loop that hands a closure (Lightning, L-BFGS) runs forward, backward and clipping inside the step."""
         self._stepped = True
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
+        if closure is None:
+            self._gradient_ready(optimizer)
+            return None
+
+        def watched() -> Any:
+            result = closure()
+            self._gradient_ready(optimizer)
+            return result
+
+        return (args[0], watched, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _gradient_ready(self, optimizer: Optimizer) -> None:
         if self._micro == 0:
             self._begin()
             self._say_unseen()
@@ -330,6 +357,9 @@ class Probe:
             )
 
     def _end_step(self, skipped: int) -> None:
+        for undo in self._until_step:
+            undo()
+        self._until_step = []
         self.reader.stamps = self._stamps()
         rows = self.reader.flush()
         now = time.perf_counter()
@@ -342,14 +372,21 @@ class Probe:
             console.print(failure, style="yellow", markup=False)
             self._log.say(failure)
         self.reader.failures.clear()
-        self._samples += self._micro * self._log.width
+        self._samples += self._log.width * (1 if self._cached else self._micro)
         self._open_step, self._micro = False, 0
+        self._source.token_ids = None
         self._ended = time.perf_counter()
 
     def _stamps(self) -> str:
         hn = self.reader.objectives["hn"]
-        parts = [f"micro-batch 1/{self._micro}", f"width {self._log.width}", f"gamma {hn.gamma:g} {getattr(hn, 'margin', '')}"]
+        parts = [
+            "whole step, cached" if self._cached else f"micro-batch 1/{self._micro}",
+            f"width {self._log.width}",
+            f"gamma {hn.gamma:g} {getattr(hn, 'margin', '')}",
+        ]
         parts += ["loss fp32 from the embeddings", "unscaled"]
+        if self._source.left_out:
+            parts.append(f"{self._source.left_out} columns of hard negatives left out")
         world = distributed.world()
         if world > 1:
             parts.append(f"softmax over {world} ranks" if self._gathers() else f"softmax of rank {distributed.rank()}")
@@ -357,20 +394,21 @@ class Probe:
         return "; ".join(parts)
 
 
-def _passive() -> bool:
-    """Whether this forward pass is none of ours: traced by the compiler, a recomputation inside a backward, or without gradient."""
-    return torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
-
-
 def _when_backward_ends(rows: Tensor, ended: Callable[[], None]) -> None:
-    """Calls ``ended`` once the whole backward that passes ``rows`` is over, DDP's averaging included."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    """Calls ``ended`` once the whole backward that passes ``rows`` is over."""
 
     def hook(gradient: Tensor) -> None:
         handle.remove()
-        queue(lambda: queue(ended))  # DDP queues its own after this one; a callback queued by a callback runs after both
+        _queue(ended)
 
     handle = rows.register_hook(hook)
+
+
+def _queue(ended: Callable[[], None]) -> None:
+    """For the end of the backward that is under way. DDP queues its averaging later than this call: a callback that is queued by a
+    callback runs after both."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(ended))
 
 
 def _check(

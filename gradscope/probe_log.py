@@ -79,12 +79,8 @@ class ProbeLog:
         elif self.output is not None:
             self._said.append(line)
 
-    def finish(self) -> None:
-        """Marks the run as complete."""
+    def close(self, complete: bool) -> None:
+        """``complete`` marks the run as one that reached its end."""
         if self._log is not None:
-            self._log.finish()
-
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
+            (self._log.finish if complete else self._log.close)()
             self._log = None

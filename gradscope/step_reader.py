@@ -217,18 +217,21 @@ class StepReader:
         terms: Sequence[Term] = (),
         unscale: Tensor | float = 1.0,
         replayed: bool = False,
+        own_grad: bool = True,
     ) -> None:
         """Before the backward of the measured batch: evaluates what that backward will not leave behind, and starts to watch it.
 
         Args:
             terms: the trained terms, the global one first, where the loop is ours; else the objectives are evaluated on copies.
             unscale: what the gradients that pass by must be multiplied by.
+            own_grad: whether the backward to come is of this whole batch; if not (a loop that caches), no gradient over the
+                parameters belongs to it.
         """
         self._due, self._ours = False, bool(terms)  # this is the measured batch, even if reading it fails
         alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
         try:
             known = self._known(embeddings, observed, alone)
-            grads = self._param_grads(embeddings, observed, known, bool(terms), replayed)
+            grads = self._param_grads(embeddings, observed, known, bool(terms), replayed) if own_grad else {}
             self._opened = _Open(
                 embeddings=embeddings,
                 observed=observed,
@@ -236,10 +239,10 @@ class StepReader:
                 unscale=unscale,
                 known=known,
                 param_grads=grads,
-                fresh=all(p.grad is None for p in self.parameters),
+                fresh=own_grad and all(p.grad is None for p in self.parameters),
             )
         except Exception as error:  # a diagnostic must never end a training run: it goes on unwatched
-            self._fail("heads", error)
+            self.fail("heads", error)
             return
         watched = {"image": embeddings.image, "text": embeddings.text}
         if alone:
@@ -268,7 +271,7 @@ class StepReader:
             with self._timed("heads"):
                 self._step = self._measured(opened)
         except Exception as error:
-            self._fail("heads", error)
+            self.fail("heads", error)
             return
         self._read("batch")
 
@@ -375,7 +378,7 @@ class StepReader:
                     self._replayed[name][:] = [_sum(a, b) for a, b in zip(total, grads, strict=True)]
         except Exception as error:
             self._replayed.clear()  # a gradient of some micro-batches is none: "not measured"
-            self._fail("second backward", error)
+            self.fail("second backward", error)
 
     def _evaluate(self, objective: Objective, embeddings: Embeddings, observed: Observed) -> Watched:
         """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
@@ -486,9 +489,9 @@ class StepReader:
                 try:
                     self._readings += quantity(self._step)
                 except Exception as error:  # a diagnostic must never end a training run
-                    self._fail(name, error)
+                    self.fail(name, error)
 
-    def _fail(self, name: str, error: Exception) -> None:
+    def fail(self, name: str, error: Exception) -> None:
         """A failure is a reading too, and words for the console. ``name`` is a quantity, or the part of the probe that failed."""
         self.failures.append(f"step {self._index}: '{name}' of the probe failed: {type(error).__name__}: {error}")
         self._readings.append(Reading(quantity=name, key="failed", term="", value=1.0, unit="0/1"))
