@@ -24,7 +24,8 @@ def figure(
     name: Annotated[
         str,
         typer.Argument(
-            help="1, 4, width, start-widths, sketch, hardness, gallery, precision-audit, saturation-map or gradient-width.",
+            help="1, 4, width, start-widths, sketch, hardness, gallery, precision-audit, saturation-map, gradient-width, "
+            "geometry-time or concentration.",
             show_default=False,
         ),
     ],
@@ -34,7 +35,8 @@ def figure(
             help="4: one or two run directories. 1 and width: folders of one data set each that caption-geometry wrote "
             "(runs/geometry/NAME). start-widths: the CSV of the demo. sketch: a run directory. "
             "hardness and gallery: JSON files that eval wrote. precision-audit: the CSV of audit. "
-            "saturation-map and gradient-width: the CSV of what-if.",
+            "saturation-map and gradient-width: the CSV of what-if. "
+            "geometry-time: one to three runs. concentration: a run directory.",
             show_default=False,
         ),
     ],
@@ -69,11 +71,16 @@ def _draw(name: str, sources: list[Path]) -> tuple[Figure, DataFrame, Path]:
             raise ValueError(f"figure 4 takes one run, or an HN and an InfoNCE run; {len(sources)} were given.")
         runs = [Run(path) for path in sources]
         return *figures[name](*runs), runs[0].figures_dir
-    if name == "sketch":
+    if name == "geometry-time":
+        from gradscope.runlog import Run
+
+        runs = [Run(path) for path in sources]
+        return *figures[name](*runs), runs[0].figures_dir
+    if name in ("sketch", "concentration"):
         from gradscope.runlog import Run
 
         if len(sources) != 1:
-            raise ValueError(f"figure sketch takes one run directory; {len(sources)} were given.")
+            raise ValueError(f"figure {name} takes one run directory; {len(sources)} were given.")
         run = Run(sources[0])
         return *figures[name](run), run.figures_dir
     if name in _TABLES:

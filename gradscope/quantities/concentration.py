@@ -59,9 +59,10 @@ class Concentration:
     def __call__(self, step: Step) -> list[Reading]:
         hn, captions = step.heads["hn"], step.embeddings.text.double() @ step.embeddings.text.double().T
         x, counted = _predicted(hn.scores)
+        dx = deviations(x, counted)
         readings = [
             _reading("log10_amplification", _amplification(x, counted), "log10", "hn"),
-            _reading("binned_predicted", self._binned(x, x, counted), "nat"),
+            _reading("binned_predicted", self._binned(dx, dx, counted), "nat"),
         ]
         for direction, cosine in per_direction(hn.scores.cosine, hn.directions).items():
             together = _correlation(off_diagonal(captions), off_diagonal(cosine).double(), counted)
@@ -71,13 +72,13 @@ class Concentration:
         return readings
 
     def _raw(self, step: Step, direction: str, x: Tensor, counted: Tensor) -> list[Reading]:
-        readings = []
+        readings, dx = [], deviations(x, counted)
         for name, head in step.heads.items():
             y = off_diagonal(per_direction(head.scores.logits)[direction]).double()  # log p_ij up to a constant of its row
             readings += [
                 _reading(f"slope.{direction}", slope(x, y, counted), "", name),
                 _reading(f"explained.{direction}", _correlation(x, y, counted).square(), "share", name),
-                _reading(f"binned_log_ratio.{direction}", self._binned(x, y, counted), "nat", name),
+                _reading(f"binned_log_ratio.{direction}", self._binned(dx, deviations(y, counted), counted), "nat", name),
             ]
         return readings
 
@@ -86,11 +87,11 @@ class Concentration:
         lost = counted & (push < torch.finfo(push.dtype).tiny)  # false for nan, which is to be seen
         seen = counted & ~lost
         y = push.double().log() - hn.scores.scale.double() * off_diagonal(per_direction(hn.scores.cosine)[direction]).double()
-        error = deviations(y, seen) - deviations(x, seen)
+        dx, error = deviations(x, counted), deviations(y, seen) - deviations(x, seen)
         values = {
             "slope_at_equal_cosine": (slope(x, y, seen), ""),
             "worst_at_equal_cosine": (torch.where(seen.any(), error.abs().amax(), math.nan), "nat"),
-            "binned_at_equal_cosine": (self._binned(x, deviations(x, counted) + error, seen), "nat"),
+            "binned_at_equal_cosine": (self._binned(dx, dx + error, counted, seen), "nat"),
             "lost": (lost.double().sum() / counted.sum() + 0.0 * push.double().sum(), "share"),
         }
         return [_reading(f"{key}.{direction}", value, unit, "hn") for key, (value, unit) in values.items()]
@@ -104,14 +105,15 @@ class Concentration:
         gain = (share["hn"] - share["infonce"]).mean(dim=0).cumsum(0)  # of the K nearest, K = 1 ... N - 1
         return [_reading(f"share_gain_top{k}.{direction}", gain[min(k, len(gain)) - 1], "share", "pair") for k in self.top]
 
-    def _binned(self, x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
-        """Means of y, against its row's mean, in equally filled bins of x against its row's mean: [bins] float64."""
-        order = deviations(x, counted).flatten().argsort()
+    def _binned(self, dx: Tensor, dy: Tensor, counted: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Means of dy (over ``seen`` cells) in equally filled bins of dx, both against their row's mean: [bins] float64."""
+        seen = counted if seen is None else seen
+        order = dx.masked_fill(~counted, math.inf).flatten().argsort()  # what is no negative comes last
         bins = min(self.bins, len(order))
-        place = torch.arange(len(order), device=x.device) * bins // len(order)
-        total, weight = (x.new_zeros(bins) for _ in range(2))
-        total.scatter_add_(0, place, deviations(y, counted).flatten()[order])
-        weight.scatter_add_(0, place, counted.to(x.dtype).flatten()[order])
+        place = torch.arange(len(order), device=dx.device) * bins // counted.sum().clamp(min=1)
+        total, weight = (dx.new_zeros(bins) for _ in range(2))
+        for into, values in ((total, torch.where(seen, dy, 0.0)), (weight, seen.to(dx.dtype))):
+            into.scatter_add_(0, place.clamp(max=bins - 1), values.flatten()[order])
         return total / weight
 
 
