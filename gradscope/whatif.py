@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gradscope.metrics.loss_path import PRECISIONS, Pass, compared, exact_pass, one_pass, pair_loss
-from gradscope.metrics.softmax import effective_number
+from gradscope.metrics.softmax import effective_number, negatives, per_direction
 from gradscope.objectives import objectives
 from gradscope.objectives.objective import Objective
 from gradscope.objectives.siglip import SigLIP, best_bias
@@ -46,6 +46,7 @@ ROW_SATURATED = 1e-3
 WIDEST_BY_DEFAULT = 1024
 #: What tells two cells of the grid apart.
 CELL = ("objective", "precision", "loss_scale", "scale", "width")
+_MEANS = ("residual", "residual_median", "rows_below_1e-3", "violated", "effective_rows")
 #: SigLIP's best bias is found on the first batches of an arm, up to so many cells.
 _BIAS_CELLS = 1 << 22
 
@@ -128,6 +129,7 @@ def what_if(
         log10_loss, below_1e-3     median over batches of log10 of the true loss; share of batches under 1e-3 (nan: no floor)
         residual, residual_median  mean and median over anchors, averaged over batches
         rows_below_1e-3            share of anchors whose residual is under 1e-3
+        violated                   share of anchors with a negative whose logit, margin included, is above the positive's
         effective_rows             (sum r)^2 / sum r^2 of the residuals, per direction and batch: 1 ... width
         log10_gradient             median over batches of log10 |gradient| at the rows; -inf where it is exactly 0, nan on overflow
         overflow                   share of batches whose gradient has an entry that is not finite: the loss scale is too large
@@ -183,7 +185,7 @@ def summarise(batches: pd.DataFrame) -> pd.DataFrame:
         line |= {"batches": len(part), "left_out": part["left_out"].iloc[0], "non_finite": int((~np.isfinite(part["loss"])).sum())}
         line |= {"loss": part["loss"].mean(skipna=False), "log10_loss": log10.median(skipna=False)}
         line["below_1e-3"] = float("nan") if log10.isna().any() else float((log10 < LOG10_SATURATED).mean())
-        line |= {name: part[name].mean(skipna=False) for name in ("residual", "residual_median", "rows_below_1e-3", "effective_rows")}
+        line |= {name: part[name].mean(skipna=False) for name in _MEANS}
         line["log10_gradient"] = part["log10_gradient"].median(skipna=False)
         line["overflow"] = float((part["non_finite_share"] > 0).mean())
         line |= {name: part[name].mean() for name in ("zero_share", "pull_lost")}
@@ -223,11 +225,14 @@ def _batch(image: Tensor, text: Tensor, scale: float, objective: Objective, grid
 
 
 def _rows(made: Pass, objective: Objective) -> dict[str, float]:
-    """What is left of each anchor's pull, in a few numbers."""
+    """What is left of each anchor's pull, in a few numbers; nan where a residual is."""
     r = objective.residual(made.logits)  # [2N]
+    hardest = torch.cat([negatives(m).amax(dim=1) for m in per_direction(made.logits).values()])
+    undefined = 0.0 * r.mean()
     values = {
         "residual_median": r.quantile(0.5),
-        "rows_below_1e-3": (r < ROW_SATURATED).double().mean() + 0.0 * r.mean(),
+        "rows_below_1e-3": (r < ROW_SATURATED).double().mean() + undefined,
+        "violated": (hardest > made.logits.diagonal().double().repeat(2)).double().mean() + undefined,
         "effective_rows": torch.stack([effective_number(side) for side in r.chunk(2)]).mean(),
     }
     return {name: float(value) for name, value in values.items()}

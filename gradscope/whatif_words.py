@@ -2,7 +2,7 @@
 
 It stops teaching in a cell of the grid where at least half of the batches have a true loss under 1e-3 nat. Three more things are said
 where they occur: cells that would still teach but in which at least half of the gradient's entries are exactly zero; cells in which it
-overflows; and cells in which the median anchor has a residual over .9, so that nearly every row is violated.
+overflows; and cells in which in at least nine rows of ten a negative's logit is above the positive's: a margin can do that to any row.
 Source of the columns: ``gradscope.whatif``. How it can mislead: "from scale 50 on" knows only the scales of the grid.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Objective, precision, loss scale.
 Arm = tuple[str, str, float]
-#: Share of batches, of zero entries; residual of the median anchor.
+#: Share of batches, of zero entries, of anchors.
 STOPPED, ZEROED, VIOLATED = 0.5, 0.5, 0.9
 
 RULE = "Stops teaching: at least half of the batches have a true loss under 1e-3 nat."
@@ -69,9 +69,9 @@ def _pivot(table: DataFrame, title: str, cells: Series[str]) -> Table:
     from rich.table import Table
 
     widths = list(dict.fromkeys(table["width"]))
-    drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 0))
     drawn.add_column("objective", min_width=16)
-    for column in ("scale", *(f"{width:,}" for width in widths)):
+    for column in ("scale", *(str(width) for width in widths)):
         drawn.add_column(column, justify="right", no_wrap=True)
     for arm, part in arms(table):
         for number, (scale, line) in enumerate(part.groupby("scale", sort=False)):
@@ -102,7 +102,7 @@ def _clauses(arm: DataFrame) -> list[str]:
     further = {
         "would teach, but half of its gradient or more is exactly 0": (arm["zero_share"] >= ZEROED) & ~stopped,
         "its gradient overflows in some batches (a gradient scaler would skip them and halve the loss scale)": arm["overflow"] > 0,
-        "nearly every row is violated (active, which is not yet learning)": (arm["residual_median"] > VIOLATED) & (not floorless),
+        "in nearly every row a negative is above the positive (active, which is not yet learning)": arm["violated"] >= VIOLATED,
     }
     return said + [f"{words} {_where(arm, cells)}" for words, cells in further.items() if cells.any()]
 

@@ -64,4 +64,4 @@ def read_pairs(
             on_too_long=settings.on_too_long,
             advance=advance,
         )
-    return PairSource(pairs=paired_rows(embedded), scale=float(encoder.scale()), notes=gallery.notes)
+    return PairSource(pairs=paired_rows(embedded), scale=float(encoder.scale().detach()), notes=gallery.notes)

@@ -112,7 +112,7 @@ def what_if(
     for drawn in pivots(table):
         out.print(drawn)
     for line in (_batches(table, batches), RULE, *sentences(table)):
-        out.print(line)
+        out.print(line, soft_wrap=True)
     if output:
         _write(table, output)
 

@@ -82,7 +82,9 @@ def gradient_width(table: DataFrame) -> tuple[Figure, DataFrame]:
     drawn = _part(table, "log10_gradient")
     scales = _values(drawn, "scale")
     finite = drawn["log10_gradient"][np.isfinite(drawn["log10_gradient"])]
-    floor, top = np.floor(finite.min() if len(finite) else 0.0) - 1, np.ceil(finite.max() if len(finite) else 0.0)
+    floor, top = np.floor(finite.min() if len(finite) else 0.0), np.ceil(finite.max() if len(finite) else 0.0)
+    if np.isneginf(drawn["log10_gradient"]).any():
+        floor -= 1  # a place of its own for exact zeros
     with paper_style():
         labels = [arm_name(drawn, arm) for arm, _ in arms(drawn)]
         legend_inches = 0.15 * -(-len(labels) // _COLUMNS)
