@@ -260,7 +260,9 @@ def ten_to(log10: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in words that never rounds something to 0 % or to 100 %."""
+    """A share in words that never rounds something to 0 % or to 100 %; a relative error may be over 100 %."""
+    if math.isnan(share):
+        return "nan"
     if 0 < share < 0.005:
         return "<1 %"
     return ">99 %" if 0.995 <= share < 1 else f"{share:.0%}".replace("%", " %")
