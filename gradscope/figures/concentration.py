@@ -9,7 +9,8 @@ Source: HN-CLIP, appendix B; the quantity "concentration".
 How to read: points at equal cosine off the diagonal mean a broken loss path. The distance of HN's slope from InfoNCE's is 1;
 InfoNCE's own says how far cosines follow captions without a margin.
 How it can mislead: x holds the margin of the step it was measured at, so a run in which s or G moves spreads its points; means over
-a twentieth hide the spread of single negatives (see the reading "explained").
+a twentieth hide the spread of single negatives (see the reading "explained"). Slopes are undefined where a margin ranks nothing
+(gamma 0, a fixed margin, a width of 2).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def concentration(run: Run) -> tuple[Figure, pd.DataFrame]:
     """
     frame = _data(run)
     if not np.isfinite(frame[["predicted", "measured"]]).all(axis=1).any():
-        raise ValueError(f"{run.path} has no finite point of concentration; its margin ranks nothing (gamma 0, or a width of 2).")
+        raise ValueError(f"{run.path} has no finite point of concentration; look for the cause of nan in its embeddings.")
     directions = list(dict.fromkeys(frame["direction"]))
     with paper_style():
         figure = new_figure(COLUMN_INCHES, 2.3 if len(directions) == 2 else 2.6)
@@ -96,7 +97,7 @@ def _panel(axis: Axes, frame: pd.DataFrame) -> None:
         axis.scatter(part["predicted"], part["measured"], rasterized=True, **look)
         slope = part.drop_duplicates("step")["slope"].median()
         axis.plot(ends, slope * ends, color=colour, linewidth=1.0, zorder=3)
-        words.append((f"slope {slope:.2f}" if series != "equal" else f"slope {slope:.4f}", colour))
+        words.append(("slope undefined" if np.isnan(slope) else f"slope {slope:.{4 if series == 'equal' else 2}f}", colour))
     for place, (word, colour) in enumerate(words):
         axis.text(0.03, 0.97 - 0.09 * place, word, color=colour, fontsize=6.5, va="top", transform=axis.transAxes)
 

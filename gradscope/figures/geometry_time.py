@@ -113,8 +113,8 @@ def _rows(readings: pd.DataFrame, panel: str, series: str) -> pd.DataFrame:
 
 
 def _window(count: int) -> int:
-    """Readings in a running median: about a tenth, odd, at most 51; 1 where there are few."""
-    return min(51, max(1, count // 10) // 2 * 2 + 1) if count >= 10 else 1
+    """Readings in a running median: about a tenth of all, odd, at most 51."""
+    return min(51, count // 20 * 2 + 1)
 
 
 def _line(axis: Axes, part: pd.DataFrame, colour: str, style: str) -> None:
