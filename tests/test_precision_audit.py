@@ -145,7 +145,7 @@ def test_the_sweep_over_precisions(sweep: pd.DataFrame) -> None:
         for setting in ("fp32", "bf16"):
             row = found.loc[(setting, cosine)]
             assert row["zero_share"] < 0.01
-            assert row["gradient_norm"] == pytest.approx(row["true_norm"], rel=0.25)  # the pull is a fifth of the squared norm
+            assert row["gradient_norm"] == pytest.approx(row["true_norm"], rel=0.35)  # a lost pull takes half of its square
         assert (found.loc[("fp32", cosine), "loss"] == 0) == (cosine >= 0.36)
     fp16 = found.loc["fp16"]
     assert fp16.loc[0.22, "zero_share"] > 0.2
