@@ -27,7 +27,8 @@ class Feed:
     def __init__(self, name: str, sink: Sink, path: Path, *, everything: bool, say: Callable[[str], None]) -> None:
         self.name = name
         self.sent = _read(path).get(name, {}).get("sent", {})
-        self.rows = self.lost = self.left_behind = 0
+        self.rows = self.lost = 0
+        self.left_behind: set[str] = set()
         self._before = dict(self.sent)  # a later row of the same step is new, a row of an earlier attempt is not
         self._sink, self._path, self._everything, self._say = sink, path, everything, say
         self._save()
@@ -46,7 +47,7 @@ class Feed:
         except Exception as error:  # a dashboard must never end a training run
             self._failed(error, len(fresh))
             return
-        self.left_behind += behind
+        self.left_behind |= behind
         self.rows += len(fresh)
 
     def close(self, done: bool) -> None:
@@ -54,11 +55,12 @@ class Feed:
         if self.lost:
             self._say(f"sink {self.name}: {self.lost} rows did not arrive, {self.rows} did; the run directory holds them all")
         if self.left_behind:
-            self._say(f"sink {self.name}: {self.left_behind} lists have no known bins and were left out; the run directory holds them")
+            names = ", ".join(sorted(self.left_behind))
+            self._say(f"sink {self.name}: lists that are no histograms stay in the run directory: {names}")
         try:
             self._sink.close(done)
         except Exception as error:
-            self._failed(error, 0)
+            self._say(f"sink {self.name} could not be closed: {type(error).__name__}: {error}")
 
     def _failed(self, error: Exception, rows: int) -> None:
         if not self.lost:
@@ -91,7 +93,7 @@ def open_feeds(
     for name in parse(names):
         known = _read(path).get(name, {}).get("id", "")
         try:
-            sink = sinks[name](Destination(path=path, recipe=recipe, id=known))
+            sink = sinks[name]()(Destination(path=path, recipe=recipe, id=known))
         except Exception as error:
             for feed in feeds:
                 feed.close(done=False)

@@ -6,7 +6,7 @@
 
 The short list is ``STEPS``, ``READINGS`` and ``METRICS``: loss, saturation, residual, zeros, norms and the update, about forty curves
 of a run that reads both objectives; everything else is in the run directory. The x axis is the optimizer step.
-Lists travel as histograms where their bins are known (``HISTOGRAMS``), else not at all, and are counted.
+Lists travel as histograms where their bins are known (``HISTOGRAMS``), else not at all, and are named at the end.
 
 How it can mislead: a non-finite value is passed on as it is, and what a dashboard draws for it is the dashboard's choice.
 """
@@ -84,25 +84,20 @@ HISTOGRAMS: dict[tuple[str, str], tuple[Callable[[Sequence[float]], Histogram], 
 }
 
 
-def points(table: str, rows: Iterable[Mapping[str, Any]], everything: bool) -> tuple[list[Point], int]:
-    """The points of some rows of one table, and how many of the lists asked for have no known bins and so stay behind."""
-    found: list[Point] = []
-    behind = 0
-    for row in rows:
-        made = _BY_TABLE[table](row, everything)
-        found += [point for point in made if point is not None]
-        behind += sum(point is None for point in made)
-    return found, behind
+def points(table: str, rows: Iterable[Mapping[str, Any]], everything: bool) -> tuple[list[Point], set[str]]:
+    """The points of some rows of one table, and the names of lists that were asked for but have no known bins."""
+    made = [point for row in rows for point in _BY_TABLE[table](row, everything)]
+    return [point for point in made if isinstance(point, Point)], {name for name in made if isinstance(name, str)}
 
 
-def _step_points(row: Mapping[str, Any], everything: bool) -> list[Point | None]:
+def _step_points(row: Mapping[str, Any], everything: bool) -> Sequence[Point | str]:
     names = [name for name in row if name not in _NOT_VALUES] if everything else [name for name in STEPS if name in row]
     return [
         Point(name=f"train/{_plain(name)}", step=int(row["step"]), value=float(row[name])) for name in names if row[name] is not None
     ]
 
 
-def _reading_points(row: Mapping[str, Any], everything: bool) -> list[Point | None]:
+def _reading_points(row: Mapping[str, Any], everything: bool) -> Sequence[Point | str]:
     quantity, key, value = str(row["quantity"]), str(row["key"]), row["value"]
     stem, ending = next(((key.removesuffix(e), e) for e in _ENDINGS if key.endswith(e)), (key, ""))
     listed = READINGS.get(quantity, ())
@@ -110,7 +105,7 @@ def _reading_points(row: Mapping[str, Any], everything: bool) -> list[Point | No
         return []
     if isinstance(value, list | tuple | np.ndarray):
         if (quantity, stem) not in HISTOGRAMS:
-            return [None]
+            return [f"{quantity}/{stem}"]
         make, word = HISTOGRAMS[quantity, stem]
         value, key = make(list(value)), word + ending
     else:
@@ -119,7 +114,7 @@ def _reading_points(row: Mapping[str, Any], everything: bool) -> list[Point | No
     return [Point(name="/".join(map(_plain, words)), step=int(row["step"]), value=value)]
 
 
-def _eval_points(row: Mapping[str, Any], everything: bool) -> list[Point | None]:
+def _eval_points(row: Mapping[str, Any], everything: bool) -> Sequence[Point | str]:
     if not (everything or row["metric"] in METRICS):
         return []
     data = str(row["dataset"]).replace("\\", "/").rstrip("/").split("/")[-1]  # a data set of one's own is named by its path
@@ -135,7 +130,7 @@ def _plain(word: str) -> str:
     return _NOT_IN_NAMES.sub("-", word).strip("-") or "-"
 
 
-_BY_TABLE: dict[str, Callable[[Mapping[str, Any], bool], list[Point | None]]] = {
+_BY_TABLE: dict[str, Callable[[Mapping[str, Any], bool], Sequence[Point | str]]] = {
     "steps": _step_points,
     "readings": _reading_points,
     "evals": _eval_points,

@@ -1,7 +1,8 @@
 """TensorBoard: event files in ``tensorboard/`` of the run directory; show them with ``tensorboard --logdir runs``.
 
 A resumed run writes a second file into the same folder, which TensorBoard reads as one run.
-How it can mislead: the number shown as a histogram's mean is read from its bins; curves are smoothed by default (slider at the left).
+How it can mislead: values are kept in fp32, so a loss of 1e-50 is 0 there (its log10 is not); a histogram's mean is read from its bins;
+curves are smoothed by default (slider at the left).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 
 WANDB_MODE=offline needs no account: the run is kept in ``wandb/`` of the run directory, to be sent with ``wandb sync`` (a resumed one
 in several parts of one id: ``wandb sync --append``). All curves are over the metric "step", not over W&B's count of calls.
-How it can mislead: W&B shows a non-finite value as a word and leaves it out of the line.
+How it can mislead: a killed process loses what W&B had not written yet, a second's worth, or more with an older W&B. W&B shows a
+non-finite value as a word and leaves it out of the line.
 """
 
 from __future__ import annotations
@@ -35,10 +36,16 @@ class Wandb:
             resume="allow",
             dir=str(run.path),
             config=dict(run.recipe),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(console="off", silent=True, **_write_often(wandb.Settings)),
         )
         opened.define_metric("*", step_metric="step")
         return WandbRun(opened)
+
+
+def _write_often(settings: Any) -> dict[str, float]:
+    """W&B holds rows back for 15 seconds, which a killed run would lose; not every version can be told."""
+    name = "x_transaction_log_flush_interval"
+    return {name: 1.0} if name in settings.model_fields else {}
 
 
 class WandbRun:
