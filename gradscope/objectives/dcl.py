@@ -2,11 +2,11 @@
 
     L_i = logsumexp over j != i of s S_ij - s S_ii,       both directions averaged
 
-Source: Decoupled Contrastive Learning (Yeh et al., 2022), equation 6, with the negatives of the other tower only, as for two towers.
+Source: Decoupled Contrastive Learning (Yeh et al., 2022), with the negatives of the other tower only, as for two towers.
 How to read it: the factor 1 - p_ii that InfoNCE puts before its gradient is gone, so the residual here is 1 at every row.
 How it can mislead: the loss has no floor; it runs below 0 and goes on falling as the scale grows, so "a loss under 1e-3" means nothing
 and its log10 is nan here. It teaches for ever: also rows that have nothing left to learn. A widely copied implementation adds a tiny
-number to the positive's logit where it should remove it, and is InfoNCE to the last digit.
+number to the positive's logit where it should remove it, and so leaves it in the denominator.
 """
 
 from __future__ import annotations

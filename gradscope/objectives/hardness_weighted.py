@@ -3,7 +3,7 @@
     L_i = -log[ e^(l_ii) / (e^(l_ii) + sum over j != i of w_ij e^(l_ij)) ],     l = s S
     w_ij = (N - 1) e^(beta l_ij) / sum over k != i of e^(beta l_ik)             both directions averaged
 
-Source: Robinson et al., 2021, equation 4 with the debiasing term tau+ = 0; for two towers as HN-NCE (DiHT, Radenovic et al., 2023) with
+Source: Robinson et al., 2021, with their debiasing term tau+ = 0; for two towers as HN-NCE (DiHT, Radenovic et al., 2023) with
 alpha = 1. As in the published code the weights carry gradient. beta 0 equals InfoNCE. It is formed in logs: e^(100) is no fp32 number.
     log of the weighted sum = log(N - 1) + logsumexp((1 + beta) l) - logsumexp(beta l)
 How to read it: hardness is the image-caption score itself, where HN takes it from the captions alone.

@@ -2,7 +2,7 @@
 
     L = -1/N sum over i, j of log sigmoid(z_ij (s S_ij + b)),      z_ij = 1 where i = j, else -1
 
-Source: Sigmoid Loss for Language Image Pre-Training (Zhai et al., 2023), equation 1. b is learned there, from -10 at scale 10.
+Source: Sigmoid Loss for Language Image Pre-Training (Zhai et al., 2023). b is learned there, from -10 at scale 10.
 How to read it: the residual is 1 - sigmoid(s S_ii + b), the pull that is left; at the bias that minimises the loss the pulls and the
 pushes of a batch are equal in sum (``best_bias``).
 How it can mislead: rows trained by a softmax never saw a bias. A bias of -10 beside a scale of 100 puts every cosine over .1 on the
@@ -68,10 +68,12 @@ def best_bias(logits: Sequence[Tensor]) -> float:
     """
     stacked = torch.stack(list(logits)).double()  # [K, N, N]
     positive = stacked.diagonal(dim1=1, dim2=2)
+    eye = torch.eye(stacked.shape[1], dtype=torch.bool, device=stacked.device)
+    negatives = stacked.masked_fill(eye, -math.inf)  # subtracting the positives from a sum of all would leave their rounding
     low, high = -stacked.max() - 40 - math.log(stacked.shape[1]), -stacked.min() + 40 + math.log(stacked.shape[1])
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        pushes = torch.sigmoid(stacked + middle).sum() - torch.sigmoid(positive + middle).sum()
+        pushes = torch.sigmoid(negatives + middle).sum()
         pulls = torch.sigmoid(-positive - middle).sum()
         low, high = (torch.where(pushes < pulls, middle, low), torch.where(pushes < pulls, high, middle))
     return float((low + high) / 2)
