@@ -48,10 +48,13 @@ def uniformity(rows: Tensor, *, block: int = BLOCK, tick: Callable[[], None] | N
     """Log of the mean Gaussian kernel over distinct pairs of unit rows [N, D]: [] float64; nan for one row."""
     n = len(rows)
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
-    for start, cosine in strips(rows, rows, block, tick):
-        cosine.diagonal(offset=start).fill_(-math.inf)  # a row with itself is no pair
-        total += cosine.sub_(1.0).mul_(2.0 * _TEMPERATURE).exp_().sum(dtype=torch.float64)  # |x - y|^2 = 2 - 2 cosine
-    return (total / (n * (n - 1))).log() if n > 1 else total + math.nan
+    for start in range(0, n, block):
+        cosine = rows[start : start + block] @ rows[start:].T  # its strict upper triangle holds each pair i < j of these rows once
+        kernel = cosine.sub_(1.0).mul_(2.0 * _TEMPERATURE).exp_()  # |x - y|^2 = 2 - 2 cosine
+        total += kernel.triu_(1).sum(dtype=torch.float64)
+        if tick is not None:
+            tick()
+    return (total / (n * (n - 1) / 2)).log() if n > 1 else total + math.nan
 
 
 def mean_squared_distance(rows: Tensor) -> Tensor:
