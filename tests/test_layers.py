@@ -21,7 +21,7 @@ LAYERS = {
     3: [
         "step_reader",
         "found",
-        "embedding_source",
+        "embedding_source", "local_norm",
         "optim",
         "checkpoint",
         "cached",
@@ -50,6 +50,8 @@ LAYERS = {
         "sweep",
         "caption_geometry",
         "verdict",
+        "export",
+        "watch",
         "run_view",
         "rules",
         "loss_log",
@@ -76,6 +78,8 @@ LIGHT = [
     "gradscope.console",
     "gradscope.paths",
     "gradscope.verdict",
+    "gradscope.export",
+    "gradscope.sinks.feed",
     "gradscope.diagnose",
     "gradscope.gates",
     "gradscope.whatif_words",
@@ -166,7 +170,7 @@ def test_only_encoders_import_open_clip():
 
 def test_only_the_probe_and_the_encoders_register_hooks():
     users = {name for name, path in MODULES.items() if "register_hook(" in (t := path.read_text()) or "register_forward_hook(" in t}
-    assert users == {"gradscope.step_reader", "gradscope.probe", "gradscope.encoders.tokens"}
+    assert users == {"gradscope.step_reader", "gradscope.probe", "gradscope.local_norm", "gradscope.embedding_source", "gradscope.encoders.tokens"}
 
 
 def test_light_modules_reach_no_torch():

@@ -15,6 +15,7 @@ from gradscope.cli.diagnose import diagnose
 from gradscope.cli.embedding_geometry import embedding_geometry
 from gradscope.cli.encoders import app as encoders
 from gradscope.cli.evaluate import evaluate
+from gradscope.cli.export import export
 from gradscope.cli.figures import figure
 from gradscope.cli.geometry import caption_geometry
 from gradscope.cli.probe import probe
@@ -48,6 +49,7 @@ app.command("caption-geometry")(caption_geometry)
 app.command("embedding-geometry")(embedding_geometry)
 app.command("what-if")(what_if)
 app.command("figure")(figure)
+app.command("export")(export)
 app.command("demo")(demo)
 app.add_typer(data)
 app.add_typer(encoders)
