@@ -34,12 +34,13 @@ from gradscope.console import console
 from gradscope.embedding_source import EmbeddingSource, passive
 from gradscope.encoders.reach import reachable_rows
 from gradscope.found import Found
+from gradscope.local_norm import LocalNorm
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.probe_log import ProbeLog
 from gradscope.quantities import quantity_set
 from gradscope.step_reader import Observed, StepReader
-from gradscope.types import DIRECTIONS, Embeddings
+from gradscope.types import DIRECTIONS, Embeddings, Reading
 
 #: Steps of the optimizer without embeddings until that is said again.
 UNSEEN_EVERY = 100
@@ -114,6 +115,8 @@ class Probe:
             raise ValueError(
                 "the model has no trainable parameters, so there are no gradients to read; give the module that is trained"
             )
+        if second_backward and self.reader.sharded:
+            raise ValueError("second_backward needs whole parameters, and these are sharded (FSDP); leave it out")
         self.gather = gather
         self.epoch = 1
         #: Readings of the last probed step: (quantity, term, key) -> value.
@@ -127,6 +130,8 @@ class Probe:
         self._unseen = 0
         self._stepped = False
         self._overflows: Tensor | None = None
+        self._local: LocalNorm | None = None
+        self._local_unscale: Tensor | float = 1.0
         self._until_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._ended = time.perf_counter()
@@ -150,6 +155,8 @@ class Probe:
     def detach(self, *, complete: bool = False) -> None:
         """Takes every hook away and closes the log; ``complete`` marks the run as one that reached its end. May be called twice."""
         self.reader.abandon()
+        if self._local is not None:
+            self._local.remove()
         for undo in (*self._until_step, *reversed(self._undo)):
             undo()
         self._until_step, self._undo = [], []
@@ -276,6 +283,8 @@ class Probe:
         ids = ids if ids is not None and len(ids) == len(seen.text) else None
         observed = self._observed(embeddings, None if captions is None else tuple(captions), ids, lengths)
         self._log.width = len((observed.candidates or embeddings).text)
+        if distributed.world() > 1 and not self.reader.sharded and "accumulation" in self.reader.quantities:
+            self._local = LocalNorm(self.reader.parameters)
         self.reader.open(embeddings, observed, own_grad=whole)
 
     def _observed(
@@ -305,6 +314,9 @@ class Probe:
 
     def _backward_ended(self) -> None:
         unscale = self._unscale()
+        if self._local is not None:
+            self._local.remove()
+            self._local_unscale = unscale
         self.reader.close(unscale)
         self.reader.backward_ended(unscale)
 
@@ -327,6 +339,10 @@ class Probe:
         if self._micro == 0:
             self._begin()
             self._say_unseen()
+        if self._local is not None:
+            by_rank = self._local.by_rank(self._local_unscale, self.reader.parameters[0].device)
+            self.reader.add(Reading(quantity="accumulation", key="norm_by_rank", term="total", value=by_rank, unit="nat / weight"))
+            self._local = None
         fused = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides in its own kernel
         self.reader.accumulated([], 1.0 if fused is None else fused.detach().reciprocal())
 

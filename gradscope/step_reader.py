@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gradscope.distributed import is_sharded, local
+from gradscope.distributed import is_sharded, local, world
 from gradscope.encoders.reach import plain_name
 from gradscope.frameworks.clip import total_loss
 from gradscope.metrics.gradients import agreement_and_factor, norm_over_ranks
@@ -156,6 +156,16 @@ class StepReader:
     def due(self) -> bool:
         """Whether the measured batch of a probed step is still to come."""
         return self._due
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of the parameters only (FSDP2)."""
+        return any(is_sharded(parameter) for parameter in self.parameters)
+
+    def add(self, reading: Reading) -> None:
+        """A reading that no quantity makes, of a step that is being read."""
+        if self.reading:
+            self._readings.append(reading)
 
     @property
     def reading(self) -> bool:
@@ -309,7 +319,8 @@ class StepReader:
             scores = opened.terms[0].scores
             assert scores is not None
             known[self.trained] = _of_training(scores, total_loss(opened.terms), opened.kept, unscale)
-        if self.needs("param_grads") and self.trained in known and self.trained not in grads and (opened.fresh or opened.terms):
+        whole = not self.sharded and (opened.fresh or bool(opened.terms))
+        if self.needs("param_grads") and self.trained in known and self.trained not in grads and whole:
             grads[self.trained], factors[self.trained] = (
                 [p.grad for p in self.parameters],
                 self._grad_factor(opened, known[self.trained]),
@@ -346,13 +357,15 @@ class StepReader:
 
         Our loop divides by the micro-batches after the last one. Others divide the loss of each, which shows at the embeddings as a
         common factor: it is taken out where the direction there agrees, i.e. where nothing else is trained beside the objective.
+        Of a softmax over all ranks, the gradient at this rank's rows is W times that of the average which ``.grad`` then holds.
         """
         if opened.terms:
             return opened.unscale
         passed = {name: opened.kept[name] * opened.unscale for name in ROWS if name in opened.kept}
         own = {"image": watched.image_grad, "text": watched.text_grad}
         agreement, factor = agreement_and_factor(passed, {name: own[name][opened.observed.rows] for name in passed})
-        return opened.unscale / torch.where(agreement > SAME, factor, torch.ones_like(factor)).float()
+        ranks = 1 if opened.observed.candidates is None else world()
+        return opened.unscale / torch.where(agreement > SAME, factor / ranks, torch.ones_like(factor)).float()
 
     def _unit(self, rows: Tensor) -> Tensor:
         return F.normalize(rows, dim=1) if self.normalise else rows
@@ -457,7 +470,7 @@ class StepReader:
             accumulated=[None if p.grad is None else local(p.grad) for p in self.parameters],
             unscale=unscale,
             optimizer=self.optimizer,
-            sharded=any(is_sharded(p) for p in self.parameters),
+            sharded=self.sharded,
             micro_losses=torch.stack([loss.detach() for loss in micro_losses]) if micro_losses else None,
             before=before,
         )
@@ -470,7 +483,7 @@ class StepReader:
         with self._timed("accumulation"), torch.no_grad():
             grads = [None if p.grad is None else local(p.grad) for p in self.parameters]
             if any(gradient is not None for gradient in grads):
-                norm = norm_over_ranks(grads, any(is_sharded(p) for p in self.parameters), self._step.memo) * unscale
+                norm = norm_over_ranks(grads, self.sharded, self._step.memo) * unscale
                 self._step = replace(self._step, norm_before_clipping=norm)
 
     def updated(self, skipped: bool = False) -> None:

@@ -3,6 +3,7 @@
     mean_loss             mean over micro-batches of the total loss, as trained (nat); no reading where the loop does not hand it over
     norm, log10_norm      of the averaged gradient over all parameters, before clipping
     norm_clipped          of what the optimizer was handed; a reading only in a loop that is not ours and may have clipped by then
+    norm_by_rank          of each rank's own gradient of the measured micro-batch, before averaging (DDP only)
     entries_zero          share of exactly zero entries of the gradient that the optimizer was handed
 
 Averaged over ranks under DDP; under FSDP each rank counts its shard and the sums are added. Gradients are unscaled.

@@ -25,6 +25,7 @@ from gradscope.metrics.gradients import cosine, statistics
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
+_IMAGE = re.compile(r"visual|vision|image|audio")
 _BLOCK = re.compile(r"\.(?:resblocks|layers|layer|blocks|h)\.(\d+)\.")
 
 
@@ -71,7 +72,7 @@ def parts_of(names: Sequence[str]) -> dict[str, list[int]]:
     """Parameter names -> indices by tower ("image", "text", "scale") and by block ("image.block03")."""
     parts: dict[str, list[int]] = {}
     for index, name in enumerate(names):
-        tower = "scale" if "logit_scale" in name or "log_scale" in name else "image" if "visual" in name else "text"
+        tower = "scale" if "logit_scale" in name or "log_scale" in name else "image" if _IMAGE.search(name) else "text"
         parts.setdefault(tower, []).append(index)
         block = _BLOCK.search(name)
         if block:

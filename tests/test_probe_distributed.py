@@ -1,0 +1,191 @@
+"""The probe under DDP and FSDP2: two gloo processes against one, readings labelled by rank, every rank in every collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from test_probe import Towers, batch, info_nce
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gradscope.probe import Probe
+from gradscope.runlog import Run
+
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[Any, Any]]]:
+    """Every case below on the same two processes; case -> what each rank returned."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_process, args=(folder, port), nprocs=2)
+    found: dict[str, list[dict[Any, Any]]] = {"folder": [{"path": folder}]}
+    for case in CASES:
+        read = [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)]
+        found[case] = [{tuple(key.split("|")): value for key, value in rows.items()} for rows in read]
+    return found
+
+
+def _process(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        for name, case in CASES.items():
+            rows = {"|".join(key): value for key, value in case(rank, folder).items()}
+            (folder / f"{name}-{rank}.json").write_text(json.dumps(rows))
+    finally:
+        dist.destroy_process_group()
+
+
+def whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return batch(0, 2 * SIZE)
+
+
+def part(rank: int) -> list[torch.Tensor]:
+    return [piece[rank * SIZE : (rank + 1) * SIZE] for piece in whole_batch()]
+
+
+def one_process() -> dict[Any, Any]:
+    model = Towers()
+    with Probe(model, probe_set="full", every=1) as probe:
+        info_nce(*model(*whole_batch())).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return probe.last
+
+
+def clip_loss(rank: int, **settings: bool) -> open_clip.ClipLoss:
+    return open_clip.ClipLoss(rank=rank, world_size=2, **settings)
+
+
+def ddp_with_gather(rank: int, folder: Path) -> dict[Any, Any]:
+    model = DistributedDataParallel(Towers())
+    loss = clip_loss(rank, local_loss=True, gather_with_grad=True)
+    output = folder / "run"
+    with Probe(model, loss=loss, output=output, probe_set="full", every=1) as probe:
+        for _ in range(2):
+            loss(*model(*part(rank))).backward()
+            torch.optim.SGD(model.parameters(), lr=0.0).step()
+            model.zero_grad()
+    return probe.last
+
+
+def test_ddp_reads_the_softmax_over_all_ranks_and_the_averaged_gradient(ranks: Any) -> None:
+    """G19, G24: the same numbers as one process with the whole batch; the local norms stand beside, by rank."""
+    pair, expected = ranks["gather"], one_process()
+    for found in pair:
+        for key in (("loss", "infonce", "trained"), ("residual", "infonce", "mean.i2t"), ("residual", "hn", "mean.t2i")):
+            assert found[key] == pytest.approx(expected[key], rel=1e-6), key
+        for key in (("accumulation", "total", "norm"), ("gradient", "infonce", "norm")):
+            assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+        assert found["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-6)
+        assert found["hooks", "infonce", "factor"] == pytest.approx(2.0, rel=1e-5)  # the gather sends the gradient of both ranks back
+    local = pair[0]["accumulation", "total", "norm_by_rank"]
+    assert local == pair[1]["accumulation", "total", "norm_by_rank"]
+    assert len(set(local)) == 2
+    assert all(value != pytest.approx(expected["accumulation", "total", "norm"], rel=1e-3) for value in local)
+    run = Run(ranks["folder"][0]["path"] / "run")
+    assert run.steps["step"].tolist() == [1, 2]
+    assert run.provenance["width"] == 2 * SIZE
+    assert "softmax over 2 ranks; gradients averaged over 2 ranks" in run.readings["stamps"].iloc[0]
+
+
+def ddp_alone(rank: int, folder: Path) -> dict[Any, Any]:
+    """Each rank contrasts its own batch; gradients live in DDP's buckets (G20)."""
+    model = DistributedDataParallel(Towers(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Probe(model, probe_set="default", every=1) as probe:
+        for step in range(3):
+            with model.no_sync() if step == 1 else _nothing():
+                info_nce(*model(*part(rank))).backward()
+            if step != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    return probe.last
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_a_softmax_per_rank_is_labelled_so(ranks: Any) -> None:
+    pair = ranks["alone"]
+    losses = [found["loss", "infonce", "trained"] for found in pair]
+    assert losses[0] != losses[1]
+    for found in pair:
+        assert found["hooks", "infonce", "factor"] == pytest.approx(1.0, rel=1e-5)
+        assert found["accumulation", "total", "norm"] == pair[0]["accumulation", "total", "norm"]  # averaged: one for all
+
+
+def vector_scale() -> Towers:
+    """FSDP2 shards no scalar."""
+    model = Towers()
+    model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
+    return model
+
+
+def fsdp(rank: int, folder: Path) -> dict[Any, Any]:
+    model = vector_scale()
+    for module in (model.first, model.second):
+        fully_shard(module)
+    fully_shard(model)
+    loss = clip_loss(rank, local_loss=True, gather_with_grad=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Probe(model, loss=loss, probe_set="full", every=1) as probe:
+        first: dict[Any, Any] = {}
+        for _ in range(2):
+            loss(*model(*part(rank))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            first = first or dict(probe.last)
+    failed = {key: value for key, value in first.items() if key[2] == "failed"}
+    assert not failed, failed
+    return first
+
+
+def test_fsdp2_adds_up_shards_once_on_every_rank(ranks: Any) -> None:
+    """G21, G22: parameters and gradients are sharded; statistics are of all shards together, the same on each rank."""
+    pair, expected = ranks["fsdp"], one_process()
+    for found in pair:
+        assert found["accumulation", "total", "norm"] == pytest.approx(expected["accumulation", "total", "norm"], rel=1e-4)
+        assert found["accumulation", "total", "norm_clipped"] == pytest.approx(0.01, rel=1e-3)
+        key = ("accumulation", "total", "entries_zero")
+        assert found[key] == pytest.approx(expected[key], rel=1e-6)
+        assert found["loss", "infonce", "trained"] == pytest.approx(expected["loss", "infonce", "trained"], rel=1e-5)
+        assert ("gradient", "infonce", "norm") not in found
+    shared = [key for key in pair[0] if key[0] not in ("probe", "hooks")]
+    assert {key: pair[0][key] for key in shared} == {key: pytest.approx(pair[1][key], nan_ok=True) for key in shared}
+
+
+def no_second_backward_when_sharded(rank: int, folder: Path) -> dict[Any, Any]:
+    model = vector_scale()
+    fully_shard(model)
+    try:
+        Probe(model, probe_set="full", second_backward=True)
+    except ValueError as error:
+        return {("said", "", ""): str(error)}
+    return {}
+
+
+def test_a_second_backward_over_shards_is_refused(ranks: Any) -> None:
+    for found in ranks["refused"]:
+        assert "sharded (FSDP)" in found["said", "", ""]
+
+
+CASES = {"gather": ddp_with_gather, "alone": ddp_alone, "fsdp": fsdp, "refused": no_second_backward_when_sharded}
