@@ -74,12 +74,12 @@ def clip_loss(rank: int, **settings: bool) -> open_clip.ClipLoss:
 def ddp_with_gather(rank: int, folder: Path) -> dict[Any, Any]:
     model = DistributedDataParallel(Towers())
     loss = clip_loss(rank, local_loss=True, gather_with_grad=True)
-    output = folder / "run"
-    with Probe(model, loss=loss, output=output, probe_set="full", every=1) as probe:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Probe(model, loss=loss, output=folder / "run", probe_set="full", every=1) as probe:
         for _ in range(2):
             loss(*model(*part(rank))).backward()
-            torch.optim.SGD(model.parameters(), lr=0.0).step()
-            model.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
     return probe.last
 
 
