@@ -225,3 +225,13 @@ def test_nan_stays_nan() -> None:
     margin = (0.5 * text @ text.T).fill_diagonal_(0.0)
     values = seen(with_scores(step, cosine, margin, text))
     assert {key for key, value in values.items() if not np.isnan(value).any()} == set()
+
+
+def test_a_loss_of_one_direction_is_read_in_that_one() -> None:
+    step = fresh(6)
+    for one in SIDES:
+        heads = {n: replace(h, directions=(one,), direction_grads={one: h.direction_grads[one]}) for n, h in step.heads.items()}
+        for name in ("concentration", "geometry"):
+            found = {r.key for r in quantities[name]()(replace(step, heads=heads))}
+            whole = {r.key for r in quantities[name]()(step)}
+            assert found == {key for key in whole if "." not in key or key.split(".")[1] in (one, "image", "text")}

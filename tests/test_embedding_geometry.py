@@ -270,7 +270,7 @@ def test_the_command_prints_what_the_function_finds(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout)
     for entry, side in zip(found, sides, strict=True):
-        assert entry["geometry"] == pytest.approx(embedding_geometry(*side, k=4), nan_ok=True)
+        assert entry["geometry"] == pytest.approx(embedding_geometry(*side, k=4))
     table = CliRunner().invoke(app, ["embedding-geometry", *files, "--k", "4", "--device", "cpu"], env={"COLUMNS": "160"})
     assert table.exit_code == 0, table.output
     values = found[0]["geometry"]
@@ -278,6 +278,14 @@ def test_the_command_prints_what_the_function_finds(tmp_path: Path) -> None:
     assert "at most 8" in table.stdout
     assert "start" in table.stdout
     assert "end" in table.stdout
+
+
+def test_what_is_undefined_is_null_in_json(tmp_path: Path) -> None:
+    file = stored(tmp_path / "few.safetensors", *gallery(4, 4))
+    told = CliRunner().invoke(app, ["embedding-geometry", str(file), "--k", "10", "--json", "--device", "cpu"])
+    values = json.loads(told.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[0]["geometry"]
+    assert values["hub_skewness.i2t"] is None  # every candidate is among the ten nearest of four
+    assert values["hub_largest.i2t"] == 1
 
 
 def test_the_command_says_what_does_not_compare(tmp_path: Path) -> None:

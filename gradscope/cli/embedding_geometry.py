@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,22 +13,23 @@ if TYPE_CHECKING:
 
     from gradscope.protocol import Protocol
 
-#: Row label -> (key, decimals); a key in "a b" form shows two numbers, separated by a bar.
-_ROWS = {
-    "alignment (E|v-t|²)": ("alignment", 4),
-    "modality gap": ("modality_gap", 4),
-    "relative modality gap": ("relative_gap", 4),
-    "uniformity: image | text": ("uniformity.image uniformity.text", 3),
-    "mean cosine: image | text": ("mean_cosine.image mean_cosine.text", 4),
-    "effective rank: image | text": ("effective_rank.image effective_rank.text", 1),
-    "effective rank, centred: image | text": ("effective_rank_centred.image effective_rank_centred.text", 1),
-    "hubs, skewness: i2t | t2i": ("hub_skewness.i2t hub_skewness.t2i", 2),
-    "hubs, largest (share of anchors): i2t | t2i": ("hub_largest.i2t hub_largest.t2i", 4),
-    "anti-hubs (share): i2t | t2i": ("antihubs.i2t antihubs.t2i", 3),
-    "gap, 10 %: i2t | t2i": ("gap_q10.i2t gap_q10.t2i", 4),
-    "gap, median: i2t | t2i": ("gap_q50.i2t gap_q50.t2i", 4),
-    "gap, 90 %: i2t | t2i": ("gap_q90.i2t gap_q90.t2i", 4),
-    "gap below 0 (share): i2t | t2i": ("violated.i2t violated.t2i", 4),
+_TOWERS, _DIRECTIONS = ("image", "text"), ("i2t", "t2i")
+#: Row label -> (key, its sides, decimals).
+_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "alignment (E|v-t|²)": ("alignment", (), 4),
+    "modality gap": ("modality_gap", (), 4),
+    "relative modality gap": ("relative_gap", (), 4),
+    "uniformity (nat)": ("uniformity", _TOWERS, 3),
+    "mean cosine": ("mean_cosine", _TOWERS, 4),
+    "effective rank": ("effective_rank", _TOWERS, 1),
+    "  with the mean off": ("effective_rank_centred", _TOWERS, 1),
+    "hub skewness": ("hub_skewness", _DIRECTIONS, 2),
+    "largest hub (share)": ("hub_largest", _DIRECTIONS, 4),
+    "anti-hubs (share)": ("antihubs", _DIRECTIONS, 3),
+    "gap, 10 % quantile": ("gap_q10", _DIRECTIONS, 4),
+    "gap, median": ("gap_q50", _DIRECTIONS, 4),
+    "gap, 90 % quantile": ("gap_q90", _DIRECTIONS, 4),
+    "gap below 0 (share)": ("violated", _DIRECTIONS, 4),
 }
 
 
@@ -59,7 +61,8 @@ def embedding_geometry(
         found.append(values)
         protocols.append(protocol)
     if json_:
-        told = [{"file": str(file), **p.facts(), "geometry": v} for file, p, v in zip(files, protocols, found, strict=True)]
+        defined = [{key: value if math.isfinite(value) else None for key, value in values.items()} for values in found]
+        told = [{"file": str(file), **p.facts(), "geometry": v} for file, p, v in zip(files, protocols, defined, strict=True)]
         typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
         return
     out.print(_table(files, protocols, found, k))
@@ -71,14 +74,16 @@ def _table(files: list[Path], protocols: list[Protocol], found: list[dict[str, f
     from rich.table import Table
 
     table = Table(title=f"Geometry of embeddings (hubs among the {k} nearest)", title_justify="left")
-    table.add_column("")
+    for heading in ("", ""):
+        table.add_column(heading)
     for name in _labels(files):
         table.add_column(name, justify="right")
-    table.add_row("encoder", *(p.encoder for p in protocols))
-    table.add_row("data", *(f"{p.data} {p.split}" for p in protocols))
-    table.add_row("images | captions", *(f"{v['images']:,.0f} | {v['captions']:,.0f}" for v in found))
-    for label, (keys, decimals) in _ROWS.items():
-        table.add_row(label, *(" | ".join(f"{values[key]:.{decimals}f}" for key in keys.split()) for values in found))
+    table.add_row("encoder", "", *(p.encoder for p in protocols))
+    table.add_row("data", "", *(f"{p.data} {p.split}" for p in protocols))
+    table.add_row("rows", "image | text", *(f"{v['images']:,.0f} | {v['captions']:,.0f}" for v in found))
+    for label, (key, sides, decimals) in _ROWS.items():
+        keys = [f"{key}.{side}" for side in sides] or [key]
+        table.add_row(label, " | ".join(sides), *(" | ".join(f"{values[k]:.{decimals}f}" for k in keys) for values in found))
     return table
 
 
