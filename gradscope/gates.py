@@ -124,7 +124,7 @@ GATES = {
             definition="share of steps that mixed precision skipped",
             unit="share",
             largest=True,
-            series=lambda view, term: [view.column("skipped")],
+            series=lambda view, term: [view.skipped()],
             summary=Window.mean,
         ),
         Gate(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,6 +190,16 @@ class View:
         """One column of the steps. A null (a step without the number) is nan."""
         chosen = self.steps if name in self.steps else None
         return self._series(f"column {name}", "steps", f"no column {name} was logged", chosen, name)
+
+    def skipped(self) -> Series:
+        """0/1 for every step between the first and the last that was logged. In a loop that is not ours only probed and skipped steps
+        have a row: one without a row was not skipped."""
+        logged = self.column("skipped")
+        if not len(logged.steps):
+            return logged
+        steps = np.arange(logged.steps[0], logged.steps[-1] + 1)
+        before = np.searchsorted(logged.steps, steps, side="right") - 1  # the last logged step up to each
+        return replace(logged, steps=steps, epochs=logged.epochs[before], values=np.isin(steps, logged.steps[logged.values == 1]) * 1.0)
 
     def _series(self, name: str, unit: str, missing: str, frame: pd.DataFrame | None, column: str) -> Series:
         if frame is None or frame.empty:

@@ -9,13 +9,13 @@ Mislead    the scaler's search at the start, and one skip in a few thousand step
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from gradscope.rules import Finding, found, rules, where_measured
-from gradscope.run_view import Series, Unmeasured, View
+from gradscope.run_view import Unmeasured, View
 
 
 @rules.register("GS012")
@@ -28,17 +28,17 @@ class LossScale:
     least: int = 20
 
     def __call__(self, view: View) -> Finding | None:
-        skipped = self._after_search(view.column("skipped"))
-        # By step numbers, not rows: in a loop that is not ours only probed and skipped steps have a row.
-        steps = int(skipped.steps[-1] - skipped.steps[0] + 1) if len(skipped.steps) else 0
-        if steps < self.least:
-            raise Unmeasured(f"column skipped covers {steps} steps after the first accepted one, at least {self.least} are needed")
-        share = float(skipped.values.sum()) / steps
+        every = view.skipped()
+        accepted = np.flatnonzero(every.values == 0)  # before the first one the scaler looks for a factor that fits
+        after = every.values[int(accepted[0]) if accepted.size else 0 :]
+        if len(after) < self.least:
+            raise Unmeasured(f"column skipped covers {len(after)} steps after the first accepted one, at least {self.least} are needed")
+        share = float(after.mean())
         if share < self.share and self._last_scale(view) >= 1.0:
             return None
         return found(
             self,
-            skipped.whole().evidence("share of steps skipped after the first accepted one", share),
+            every.whole().evidence("share of steps skipped after the first accepted one", share),
             *where_measured(
                 lambda: (w := view.column("loss_scale").whole()).evidence("loss scale at the end", float(w.values[-1]), "factor")
             ),
@@ -48,12 +48,6 @@ class LossScale:
             effect="No step is skipped after the first few.",
             verify="column skipped of steps.jsonl; gradscope check --max-skipped 0.01.",
         )
-
-    def _after_search(self, skipped: Series) -> Series:
-        """From the first accepted step on: before it the scaler looks for a factor that fits. All of it, if none was accepted."""
-        accepted = np.flatnonzero(skipped.values == 0)
-        first = int(accepted[0]) if accepted.size else 0
-        return replace(skipped, steps=skipped.steps[first:], epochs=skipped.epochs[first:], values=skipped.values[first:])
 
     def _last_scale(self, view: View) -> float:
         try:

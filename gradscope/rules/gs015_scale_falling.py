@@ -1,6 +1,6 @@
 """GS015: the learned scale keeps falling.
 
-Evidence   the scale at the end is at most ``kept`` of that at the start, and it ended within 2 % of its lowest value.
+Evidence   the scale at the end is at most ``kept`` of that at the start, and it ended within 10 % of its lowest value.
 Cause      the model flattens its softmax because the pairs contradict each other (wrong or repeated captions, false negatives), or
            because the rate is too large for a single number.
 Silent     fewer than ``least`` logged values; a dip that has come back.
@@ -27,7 +27,7 @@ class ScaleFalling:
     title: ClassVar[str] = "The scale keeps falling"
     severity: ClassVar[str] = "warning"
     kept: float = 0.8
-    lowest: float = 1.02
+    lowest: float = 1.1
     least: int = LOGGED
 
     def __call__(self, view: View) -> Finding | None:

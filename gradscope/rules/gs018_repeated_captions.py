@@ -35,6 +35,7 @@ class RepeatedCaptions:
         return found(
             self,
             window.evidence("share of captions that repeat an earlier one of their batch", share),
+            *where_measured(lambda: self._pushed(view)),
             *where_measured(lambda: self._in_data(view)),
             cause=f"A repeated caption is a false negative: its picture is pushed away from words that describe it{margin}.",
             action="--duplicates exclude leaves identical captions out of the negatives and of the margin; or give the "
@@ -43,6 +44,10 @@ class RepeatedCaptions:
             effect="The push between equals disappears; the loss falls by what they held.",
             verify="column duplicates_excluded of steps.jsonl, and validation R@1 against a run that keeps them.",
         )
+
+    def _pushed(self, view: View) -> Evidence:
+        window = view.reading("false_negatives", "push_identical", view.term).recent(self.least)
+        return window.evidence("share of the remaining push between identical captions", window.mean())
 
     def _in_data(self, view: View) -> Evidence:
         repeated = view.facts.get("repeated_captions")

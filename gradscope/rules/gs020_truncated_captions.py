@@ -52,5 +52,7 @@ class TruncatedCaptions:
         return window.evidence("share of captions cut", window.mean() / view.known_width)
 
     def _identical(self, view: View) -> Evidence:
-        window = view.reading("false_negatives", "identical_after_truncation").recent(self.least)
-        return window.evidence("captions identical after the cut though their strings differ", window.mean(), "captions")
+        window = view.reading("false_negatives", "same_tokens_cut").recent(self.least)
+        return window.evidence(
+            "captions whose tokens another one has, after the cut, under a different string", window.mean(), "captions"
+        )
