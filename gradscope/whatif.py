@@ -105,12 +105,16 @@ def _arms_of(name: str, settings: dict[str, Sequence[Any]]) -> Iterator[Arm]:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is varied beside the scale. ``widths`` empty: powers of two from 8 up to 1,024 or the number of pairs."""
+    """What is varied beside the scale. ``widths`` empty: powers of two from 8 up to 1,024 or the number of pairs.
+
+    ``order``, of the scale and the product, is one of ``gradscope.metrics.loss_path.ORDERS``; it matters in fp16, for infonce and hn.
+    """
 
     arms: tuple[Arm, ...] = field(default_factory=make_arms)
     widths: tuple[int, ...] = ()
     precisions: tuple[str, ...] = ("fp32",)
     loss_scales: tuple[float, ...] = (1.0,)
+    order: str = "scale last"
     batches: int = 32
     seed: int = 0
 
@@ -205,7 +209,7 @@ def _settled(arm: Arm, batches: Sequence[tuple[Tensor, Tensor]], scale: float) -
 
 def _batch(image: Tensor, text: Tensor, scale: float, objective: Objective, grid: Grid) -> Iterator[dict[str, Any]]:
     """One batch under one objective, in every precision and loss scale."""
-    path = pair_loss(objective)
+    path = pair_loss(objective, order=grid.order)
     truth = exact_pass(image, text, scale, path)
     for precision, loss_scale in itertools.product(grid.precisions, grid.loss_scales):
         made = one_pass(image, text, scale, path, precision=precision, loss_scale=loss_scale)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: CLIP's clamp and two below it.
 _SCALES = (20.0, 50.0, 100.0)
+#: --order -> what the loss path calls it.
+_ORDERS = {"last": "scale last", "first": "scale first", "two": "two products"}
 #: Matrices of one batch that are alive at once, in float64; a width that takes more than this many bytes is announced.
 _MATRICES, _LARGE = 12, 2**30
 
@@ -61,6 +63,9 @@ def what_if(
     bias: Annotated[str, typer.Option(help="Of siglip: a number, or best: where the loss is smallest, found anew per cell.")] = "best",
     precision: Annotated[str, typer.Option(help="Of the loss path: fp64, fp32, bf16, fp16, by commas.")] = "fp32",
     loss_scale: Annotated[str, typer.Option(help="Factors of mixed precision, by commas.")] = "1",
+    order: Annotated[
+        str, typer.Option(help="last: s (V T'), as here; first: (s V) T', as OpenAI's CLIP; two: that and (s T) V', as open_clip.")
+    ] = "last",
     batches: Annotated[int, typer.Option(help="Batches per width at most.", min=1)] = 32,
     seed: Annotated[int, typer.Option(help="Of the choice of batches; every arm sees the same.")] = 0,
     output: Annotated[
@@ -104,7 +109,7 @@ def what_if(
     found = read_pairs(
         source, settings, data=data, split=split, batch_size=batch_size, workers=workers, trust_archive=trust_archive, device=device
     )
-    grid = _grid(arms, _widths(width, len(found.pairs.image)), precision, loss_scale, batches, seed)
+    grid = _grid(arms, _widths(width, len(found.pairs.image)), precision, loss_scale, order, batches, seed)
     scales = scales or _with_own(found.scale)
     _say(source, found.pairs, grid, found.notes)
     with progress("what if") as advance:
@@ -132,14 +137,18 @@ def _arms(objective: str, gamma: str, margin: str, beta: str, bias: str) -> tupl
     )
 
 
-def _grid(arms: tuple[Arm, ...], widths: tuple[int, ...], precision: str, loss_scale: str, batches: int, seed: int) -> Grid:
+def _grid(arms: tuple[Arm, ...], widths: tuple[int, ...], precision: str, loss_scale: str, order: str, batches: int, seed: int) -> Grid:
+    from gradscope.registry import unknown_name
     from gradscope.whatif import Grid
 
+    if order not in _ORDERS:
+        raise ValueError(unknown_name("value of --order", order, list(_ORDERS)))
     return Grid(
         arms=arms,
         widths=widths,
         precisions=tuple(_words(precision)),
         loss_scales=_numbers("--loss-scale", loss_scale),
+        order=_ORDERS[order],
         batches=batches,
         seed=seed,
     )
