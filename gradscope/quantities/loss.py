@@ -3,7 +3,7 @@
     trained       fp32 cross-entropy, mean over anchors and directions (nat)
     true          the same mean in float64 from softplus(logsumexp of negatives - positive), from the fp32 logits
     log10_true    its log10: no trace meets a floor
-    chance        ln(width), the loss of guessing
+    chance        ln(width), the loss of guessing (a little less for an anchor whose duplicates are excluded)
 
 What was minimised, weighted terms included, is ``accumulation``'s mean_loss: another term than this one is not in these values.
 
