@@ -131,7 +131,7 @@ def test_medians_keep_nan_and_the_worst_overflow() -> None:
 
 @pytest.fixture(scope="module")
 def sweep() -> pd.DataFrame:
-    """N 64, D 512, scale 100, the five positive cosines, in open_clip's order of factors."""
+    """N 64, D 512, scale 100, the five positive cosines, in the order of OpenAI's CLIP."""
     torch.set_num_threads(1)
     return positive_sweep(100.0, objectives={"infonce": pair_loss(InfoNCE(), order="scale first")}, batches=3)
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from gradscope.paired_rows import Pairs
     from gradscope.recipe import Data
 
+#: --order -> what ``pair_loss`` calls it.
+_ORDERS = {"last": "scale last", "first": "scale first", "two": "two products"}
 #: CLIP's clamp, at which its published weights stand.
 _SCALE = 100.0
 
@@ -68,7 +70,9 @@ def audit(
     objective: Annotated[str, typer.Option(help="infonce, hn or both, by commas.")] = "infonce",
     gamma: Annotated[float, typer.Option(help="Of hn.", min=0.0)] = 0.5,
     loss_form: Annotated[str, typer.Option(help="plain (cross-entropy) or residual.")] = "plain",
-    order: Annotated[str, typer.Option(help="Of the factors: last, s (V T'), or first, (s V) T' as open_clip has it.")] = "last",
+    order: Annotated[
+        str, typer.Option(help="last: s (V T'), as here; first: (s V) T', as OpenAI's CLIP; two: that and (s T) V', as open_clip.")
+    ] = "last",
     precision: Annotated[
         str, typer.Option(help="Settings by commas: fp64, fp32, bf16, fp16, each with @LOSS_SCALE if there is one.")
     ] = "fp64,fp32,bf16,fp16,fp16@65536",
@@ -132,11 +136,11 @@ def _arms(objective: str, gamma: float, loss_form: str, order: str) -> dict[str,
     for name in names:
         if name not in known:
             raise ValueError(unknown_name("objective", name, list(known)))
-    if order not in ("first", "last"):
-        raise ValueError(unknown_name("value of --order", order, ["first", "last"]))
-    marks = [*(["residual form"] if loss_form == "residual" else []), *(["scale first"] if order == "first" else [])]
+    if order not in _ORDERS:
+        raise ValueError(unknown_name("value of --order", order, list(_ORDERS)))
+    marks = [*(["residual form"] if loss_form == "residual" else []), *([_ORDERS[order]] if order != "last" else [])]
     return {
-        ", ".join([f"hn {gamma:g}" if name == "hn" else name, *marks]): pair_loss(known[name], loss_form, f"scale {order}")
+        ", ".join([f"hn {gamma:g}" if name == "hn" else name, *marks]): pair_loss(known[name], loss_form, _ORDERS[order])
         for name in dict.fromkeys(names)
     }
 

@@ -13,8 +13,8 @@ objective. The truth is the float64 pass in residual form: plain cross-entropy i
 Source: paper facts, section 7.1 and 7.3; mixed precision with a loss scale: Micikevicius et al., 2018.
 How to read: a loss of 0.0 beside log10_loss_true -9 and zero_share 0 is only the print that ended; zero_share 1 is the signal that did.
 How it can mislead: the embeddings are taken as given. Half-precision towers round them before, and lose gradient again behind.
-The order of the factors decides much in fp16: scale * (image @ text.T) keeps gradients 100 times larger in the product's backward than
-(scale * image) @ text.T does. Denormals count as non-zero unless the process flushes them (``flushes_denormals``).
+The order of the factors decides much in fp16: in s (V T') the gradient that passes the product is s times larger than in (s V) T', and
+far fewer of its entries are 0. Denormals count as non-zero unless the process flushes them (``flushes_denormals``).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 
 from gradscope.metrics.gradients import cosine, max_abs, squared_parts, true_norm
-from gradscope.metrics.softmax import per_direction
 from gradscope.objectives.objective import Objective, SoftmaxObjective
-from gradscope.objectives.scores import LOSS_FORMS, symmetric_loss
+from gradscope.objectives.scores import LOSS_FORMS, residual_rows
 from gradscope.registry import unknown_name
 from gradscope.types import Scores
 
 #: From exact to coarse. The half types go through torch.autocast.
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-#: Where the scale enters: after the product of the rows, as here, or before it, as in open_clip.
-ORDERS = ("scale last", "scale first")
+#: Where the scale s enters: s (V T'), as here and in transformers; (s V) T', as in OpenAI's CLIP; (s V) T' for the image rows and a
+#: second product (s T) V' for the caption rows, as in open_clip.
+ORDERS = ("scale last", "scale first", "two products")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,28 +67,55 @@ def pair_loss(objective: Objective, form: str = "plain", order: str = "scale las
     Args:
         objective: any of ``gradscope.objectives``.
         form: one of ``LOSS_FORMS``; other than "plain" only for a plain softmax (InfoNCE, HN).
-        order: one of ``ORDERS``: scale * (image @ text.T), or (scale * image) @ text.T as open_clip writes it.
+        order: one of ``ORDERS``; other than "scale last" only for a plain softmax. In exact arithmetic they are one.
 
     Raises:
-        ValueError: unknown form or order, or a form that this objective does not have.
+        ValueError: unknown form or order, or a form or order that this objective does not have.
     """
     if form not in LOSS_FORMS:
         raise ValueError(unknown_name("loss form", form, list(LOSS_FORMS)))
     if order not in ORDERS:
         raise ValueError(unknown_name("order", order, list(ORDERS)))
-    scores = objective.scores if order == "scale last" else partial(_scale_first, objective.scores)
-    plain = type(objective).loss is SoftmaxObjective.loss  # others form their loss in their own way
-    if not plain and form != "plain":
-        raise ValueError(f"the loss form '{form}' is for a plain softmax (infonce, hn); {type(objective).__name__} has one form only.")
-    loss = partial(symmetric_loss, form=form) if plain else objective.loss
+    if type(objective).loss is not SoftmaxObjective.loss:  # it forms its loss in its own way
+        if (form, order) != ("plain", "scale last"):
+            raise ValueError(
+                f"forms and orders of the loss are for a plain softmax (infonce, hn); {type(objective).__name__} has one only."
+            )
+        return _assembled(objective, objective.scores, partial(_on_fp32, objective.loss), objective.exact_loss, None)
+    rows = LOSS_FORMS[form] if form == "plain" else partial(_rows_on_fp32, LOSS_FORMS[form])
+    inside = _scale_first if order == "scale first" else _two_products
+    scores = objective.scores if order == "scale last" else partial(inside, objective.scores)
+    return _assembled(objective, scores, partial(_both, rows), partial(_both, residual_rows), rows)
+
+
+def _assembled(
+    objective: Objective,
+    scores: Callable[[Tensor, Tensor, Tensor], Scores],
+    loss: Callable[[Scores], Tensor],
+    exact_loss: Callable[[Scores], Tensor],
+    rows: Callable[[Tensor], Tensor] | None,
+) -> PairLoss:
     return PairLoss(
-        scores=scores,
-        loss=symmetric_loss if plain and form == "plain" else partial(_on_fp32, loss),
-        exact_loss=objective.exact_loss,
-        log10_loss=objective.log10_loss,
-        residual=objective.residual,
-        rows=partial(_rows_on_fp32, LOSS_FORMS[form]) if plain else None,
+        scores=scores, loss=loss, exact_loss=exact_loss, log10_loss=objective.log10_loss, residual=objective.residual, rows=rows
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TwoProducts(Scores):
+    """Scores whose caption rows have logits of their own, equal to ``logits.T`` but for rounding."""
+
+    logits_t2i: Tensor  # [N, N], captions in rows
+
+
+def _sides(scores: Scores) -> tuple[Tensor, Tensor]:
+    """The logits of both directions, anchors in rows."""
+    return scores.logits, scores.logits_t2i if isinstance(scores, _TwoProducts) else scores.logits.T
+
+
+def _both(rows: Callable[[Tensor], Tensor], scores: Scores) -> Tensor:
+    """The mean of the two directions per anchor: [N]."""
+    one, other = _sides(scores)
+    return (rows(one) + rows(other)) / 2
 
 
 def _on_fp32(loss: Callable[[Scores], Tensor], scores: Scores) -> Tensor:
@@ -107,8 +134,20 @@ def _widened(logits: Tensor) -> Tensor:
 def _scale_first(scores: Callable[[Tensor, Tensor, Tensor], Scores], image: Tensor, text: Tensor, scale: Tensor) -> Scores:
     """The same scores with the scale inside the product."""
     made = scores(image, text, scale)
-    logits = (scale * image) @ text.T
-    return replace(made, logits=logits if made.margin is None else logits + scale * made.margin)
+    return replace(made, logits=_product(image, text, scale, made.margin))
+
+
+def _two_products(scores: Callable[[Tensor, Tensor, Tensor], Scores], image: Tensor, text: Tensor, scale: Tensor) -> Scores:
+    """The same scores with the scale inside two products, one per direction."""
+    made = scores(image, text, scale)
+    one = _product(image, text, scale, made.margin)
+    other = _product(text, image, scale, None if made.margin is None else made.margin.T)
+    return _TwoProducts(cosine=made.cosine, margin=made.margin, logits=one, scale=made.scale, logits_t2i=other)
+
+
+def _product(rows: Tensor, columns: Tensor, scale: Tensor, margin: Tensor | None) -> Tensor:
+    logits = (scale * rows) @ columns.T
+    return logits if margin is None else logits + scale * margin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +242,13 @@ def one_pass(
         pair = [t.detach().to(dtype, copy=True).requires_grad_() for t in (image, text)]
         scores = objective.scores(pair[0], pair[1], torch.as_tensor(scale, dtype=dtype, device=image.device).detach())
         loss = objective.loss(scores).mean()
-        logit_grad, image_grad, text_grad = torch.autograd.grad(loss * loss_scale, [scores.logits, *pair])
-        sides = per_direction(scores.logits.detach()).values()
-        row_grads = () if objective.rows is None else tuple(_row_grad(m, objective.rows, loss_scale) for m in sides)
+        made = [scores.logits, *([scores.logits_t2i] if isinstance(scores, _TwoProducts) else [])]
+        *logit_grads, image_grad, text_grad = torch.autograd.grad(loss * loss_scale, [*made, *pair])
+        row_grads = () if objective.rows is None else tuple(_row_grad(m, objective.rows, loss_scale) for m in _sides(scores))
     return Pass(
         logits=scores.logits.detach(),
         loss=loss.detach(),
-        logit_grad=logit_grad,
+        logit_grad=logit_grads[0] if len(logit_grads) == 1 else logit_grads[0] + logit_grads[1].T,
         row_grads=row_grads,
         gradient=(image_grad, text_grad),
         loss_scale=loss_scale,
