@@ -343,6 +343,44 @@ class Run:
         return f"{wanted}, only {found}; run gradscope train with --log-grads{both} to record it."
 
 
+class Tail:
+    """One table of a run that is being written: each call gives the whole lines that were added since the last.
+
+    A torn last line waits until it is whole, or is cut by the writer that continues the run. Rows of all attempts are given, as they
+    were written. ``wanted``: only lines that hold one of these pieces of text are parsed.
+    """
+
+    def __init__(self, path: Path, table: str, wanted: Sequence[str] = ()) -> None:
+        self._file = path / f"{table}.jsonl"
+        self._table = table
+        self._wanted = [text.encode() for text in wanted]
+        self._at = 0  # always the start of a line
+        self._line = 0
+
+    @property
+    def written(self) -> float:
+        """When the file last grew, in seconds since the epoch; 0 if it is not there."""
+        return self._file.stat().st_mtime if self._file.exists() else 0.0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Raises ValueError for a line that is whole and not a row."""
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(self._at)
+            added = file.read()
+        lines = added[: added.rfind(b"\n") + 1].split(b"\n")[:-1]
+        self._at += sum(len(line) + 1 for line in lines)
+        rows = []
+        for line in lines:
+            self._line += 1
+            if self._line == 1:
+                _check_header(self._file, self._table, line)
+            elif not self._wanted or any(text in line for text in self._wanted):
+                rows.append(_row(self._file, self._line, line))
+        return rows
+
+
 def checkpoint_step(path: Path) -> int:
     """The step in a checkpoint folder's name. Raises ValueError if ``path`` is not named like a checkpoint."""
     match = _CHECKPOINT.fullmatch(path.name)

@@ -152,7 +152,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             best = _validate(encoder, data.validation, recipe, log, step=0, epoch=0, best=best)
 
         embed = _Embed(encoder, framework.needs_tokens, settings.precision)
-        show = stack.enter_context(display(total_steps, first, quiet))
+        show = stack.enter_context(display(total_steps, first, quiet, log.path if reader else None))
         encoder.train()
         for step, micro_batches in enumerate(batches.steps(first, total_steps), first):
             start = time.perf_counter()

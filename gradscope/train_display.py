@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from rich.live import Live
 from rich.progress import TextColumn
 
-from gradscope.console import bar
+from gradscope.console import bar, console
 from gradscope.data.batching import Batches
+from gradscope.following import Following
 from gradscope.recipe import Recipe
+from gradscope.watch import Panel
+
+Show = Callable[[int, dict[str, Any]], None]
+
+SHARE = 0.01  # of the time that the live view may take
 
 
 def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, kernels: str, facts: dict[str, Any]) -> str:
@@ -39,16 +49,54 @@ def _repeated(captions: int, duplicates: str) -> str:
 
 
 @contextmanager
-def display(total: int, first: int, quiet: bool) -> Iterator[Any]:
-    """A progress bar with loss, throughput and the time left; yields ``show(step, row)``, which does nothing if ``quiet``."""
+def display(total: int, first: int, quiet: bool, run: Path | None = None) -> Iterator[Show]:
+    """A progress bar with loss, throughput and the time left; yields ``show(step, row)``, which does nothing if ``quiet``.
+
+    With ``run``, the directory of a run whose probe is on, and a terminal: the panel of ``gradscope watch`` instead.
+    """
     if quiet:
         yield lambda step, row: None
-        return
+    elif run is not None and console.is_terminal:
+        with _panel(run) as show:
+            yield show
+    else:
+        with _bar(total, first) as show:
+            yield show
+
+
+@contextmanager
+def _bar(total: int, first: int) -> Iterator[Show]:
     with bar(TextColumn("{task.fields[state]}")) as progress:
         task = progress.add_task("training", total=total, completed=first - 1, state="")
 
         def show(step: int, row: dict[str, Any]) -> None:
             state = f"loss {row['loss']:.2e}  {row['images_per_s']:.0f} images/s"
             progress.update(task, completed=step, state=state)
+
+        yield show
+
+
+@contextmanager
+def _panel(run: Path) -> Iterator[Show]:
+    """Drawn from what the run has written, as another process would; at most ``SHARE`` of the time goes into it."""
+    following = Following(run)
+    panel = Panel(following)
+    due = 0.0
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+
+        def show(step: int, row: dict[str, Any]) -> None:
+            nonlocal due
+            start = time.monotonic()
+            if start < due:
+                return
+            try:
+                following.poll()
+                live.update(panel.draw(*console.size), refresh=True)
+            except Exception as error:  # a view must never end a training run
+                due = math.inf
+                live.stop()
+                console.print(f"the live view failed, training goes on: {type(error).__name__}: {error}", style="yellow")
+                return
+            due = time.monotonic() + max(0.25, (time.monotonic() - start) / SHARE)
 
         yield show

@@ -15,7 +15,7 @@ ROOT = Path(gradscope.__file__).parent
 
 #: The layer of each folder or top-level file; a file may import its own layer and those below.
 LAYERS = {
-    0: ["types", "registry", "runlog", "console", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed"],
+    0: ["types", "registry", "runlog", "console", "sparkline", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed"],
     1: ["objectives", "metrics", "data", "sinks"],
     2: ["quantities", "encoders", "frameworks", "recipe"],
     3: [
@@ -52,6 +52,7 @@ LAYERS = {
         "verdict",
         "export",
         "watch",
+        "following",
         "run_view",
         "rules",
         "loss_log",
@@ -79,6 +80,7 @@ LIGHT = [
     "gradscope.paths",
     "gradscope.verdict",
     "gradscope.export",
+    "gradscope.watch",
     "gradscope.sinks.feed",
     "gradscope.diagnose",
     "gradscope.gates",

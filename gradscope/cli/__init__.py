@@ -21,6 +21,7 @@ from gradscope.cli.geometry import caption_geometry
 from gradscope.cli.probe import probe
 from gradscope.cli.sweep import sweep
 from gradscope.cli.train import train
+from gradscope.cli.watch import watch
 from gradscope.cli.what_if import what_if
 from gradscope.cli.zeros import zeros
 
@@ -50,6 +51,7 @@ app.command("embedding-geometry")(embedding_geometry)
 app.command("what-if")(what_if)
 app.command("figure")(figure)
 app.command("export")(export)
+app.command("watch")(watch)
 app.command("demo")(demo)
 app.add_typer(data)
 app.add_typer(encoders)

@@ -42,7 +42,7 @@ class Wandb:
         return WandbRun(opened)
 
 
-def _write_often(settings: Any) -> dict[str, float]:
+def _write_often(settings: Any) -> dict[str, Any]:
     """W&B holds rows back for 15 seconds, which a killed run would lose; not every version can be told."""
     name = "x_transaction_log_flush_interval"
     return {name: 1.0} if name in settings.model_fields else {}
