@@ -22,7 +22,7 @@ SIDES = {"i2t": lambda m: m, "t2i": lambda m: m.T}
 
 
 def seen(step: Step) -> dict[tuple[str, str], Any]:
-    return {(r.term, r.key): r.value.double().numpy() for r in quantities["concentration"]()(step)}  # type: ignore[union-attr]
+    return {(r.term, r.key): r.value.double().numpy() for r in quantities["concentration"]()(step)}
 
 
 def fresh(size: int, scale: float = 20.0, gamma: float = 0.5, trained: str = "hn") -> Step:
@@ -31,12 +31,8 @@ def fresh(size: int, scale: float = 20.0, gamma: float = 0.5, trained: str = "hn
 
 def all_pairs(x: np.ndarray, y: np.ndarray, negatives: np.ndarray) -> tuple[float, float]:
     """Least-squares slope through the origin, and r^2, over every ordered pair of an anchor's negatives."""
-    dx, dy = [], []
-    for i in range(len(x)):
-        for j, k in itertools.permutations(np.flatnonzero(negatives[i]), 2):
-            dx.append(x[i, j] - x[i, k])
-            dy.append(y[i, j] - y[i, k])
-    dx, dy = np.array(dx), np.array(dy)
+    pairs = [(i, j, k) for i in range(len(x)) for j, k in itertools.permutations(np.flatnonzero(negatives[i]), 2)]
+    dx, dy = (np.array([values[i, j] - values[i, k] for i, j, k in pairs]) for values in (x, y))
     return (dx * dy).sum() / (dx**2).sum(), (dx * dy).sum() ** 2 / ((dx**2).sum() * (dy**2).sum())
 
 

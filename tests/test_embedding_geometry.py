@@ -127,11 +127,20 @@ def test_rank_correlation_against_scipy(ties: bool) -> None:
     assert math.isnan(float(measure.rank_correlation(torch.tensor([1.0, math.nan, 2.0]), torch.rand(3))))
 
 
+@pytest.mark.parametrize("size", [1, 2, 9, 100])
+def test_quantiles_against_numpy(size: int) -> None:
+    values = torch.randn(size)
+    at = (0.0, 0.1, 0.33, 0.5, 0.9, 1.0)
+    assert measure.quantiles(values, at).tolist() == pytest.approx(np.quantile(values.double().numpy(), at))
+    values[size // 2] = math.nan
+    assert measure.quantiles(values, at).isnan().all()
+
+
 # ---- the quantity
 
 
 def seen(step: Step) -> dict[tuple[str, str], np.ndarray]:
-    return {(r.term, r.key): r.value.double().numpy() for r in quantities["geometry"]()(step)}  # type: ignore[union-attr]
+    return {(r.term, r.key): r.value.double().numpy() for r in quantities["geometry"]()(step)}
 
 
 @pytest.mark.parametrize("size", [2, 7, 16])
@@ -243,6 +252,7 @@ def test_rows_that_are_not_finite_are_counted_and_left_out() -> None:
         (torch.eye(4), torch.eye(3, 4), "image_of_text|no caption"),
         (2 * torch.eye(4), torch.eye(4), "unit rows"),
         (torch.full((3, 4), math.nan), torch.eye(4)[:3], "two or more finite image rows"),
+        (torch.eye(4) / torch.tensor([[1.0], [1], [0], [0]]), torch.eye(4) / torch.tensor([[0.0], [0], [1], [1]]), "found none"),
     ],
 )
 def test_what_is_no_gallery_is_refused(image: torch.Tensor, text: torch.Tensor, words: str) -> None:

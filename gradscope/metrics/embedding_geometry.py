@@ -30,7 +30,7 @@ TF32. Without a host read anywhere, except inside the eigenvalues of the effecti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -121,6 +121,18 @@ def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
     """Spearman's correlation of two vectors [K], ties at their mean rank: [] float64; nan if one is constant or holds a nan."""
     x, y = (_ranks(values) - (len(values) + 1) / 2.0 for values in (a, b))
     return (x * y).sum() / (x.square().sum() * y.square().sum()).sqrt() + 0.0 * (a.sum() + b.sum())
+
+
+def quantiles(values: Tensor, at: Sequence[float]) -> Tensor:
+    """Quantiles of [K] values, linear between order statistics: float64 [len(at)]; nan if a value is.
+
+    torch's own takes several levels as a tensor only, which a GPU would wait for, and at most 2^24 values.
+    """
+    ordered = values.double().sort().values
+    places = [q * (len(ordered) - 1) for q in at]
+    low, high = (torch.stack([ordered[end(place)] for place in places]) for end in (math.floor, math.ceil))
+    weight = torch.stack([torch.full_like(ordered[0], place % 1.0) for place in places])
+    return torch.where(ordered.isnan().any(), math.nan, torch.lerp(low, high, weight))
 
 
 def strips(anchors: Tensor, candidates: Tensor, block: int, tick: Callable[[], None] | None = None) -> Iterator[tuple[int, Tensor]]:

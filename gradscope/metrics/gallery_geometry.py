@@ -62,6 +62,8 @@ def embedding_geometry(
     if k < 1 or block < 1:
         raise ValueError(f"k and block must be at least 1, got {k} and {block}.")
     place = _places(kept["image"], owner[kept["text"].cpu()].to(image.device))
+    if not bool((place >= 0).any()):
+        raise ValueError("embedding geometry needs a caption and its picture both finite, and found none; look for the cause of nan.")
     tick = _ticker(2 * sum(math.ceil(len(rows) / block) for rows in towers.values()), progress)
     with _plain_products():
         values = {**_pairs(towers, place), **_towers(towers, block, tick), **_between(towers, place, k, block, tick)}
@@ -127,17 +129,10 @@ def _direction(
     gap = gap[torch.isfinite(gap)]  # an anchor whose partners were all left out has none
     found = measure.hubness(counts, len(anchors))
     values = {f"hub_skewness.{name}": found["skewness"], f"hub_largest.{name}": found["largest"], f"antihubs.{name}": found["antihubs"]}
-    values |= {f"{key}.{name}": _quantile(gap, q) for key, q in GAP_QUANTILES.items()}
+    levels = measure.quantiles(gap, [*GAP_QUANTILES.values()])
+    values |= {f"{key}.{name}": level for key, level in zip(GAP_QUANTILES, levels, strict=True)}
     values[f"violated.{name}"] = (gap < 0).double().mean()
     return {key: float(value) for key, value in values.items()}
-
-
-def _quantile(values: Tensor, q: float) -> Tensor:
-    """Linear between order statistics; torch's own refuses more than 2^24 values."""
-    ordered = values.sort().values
-    at = q * (len(ordered) - 1)
-    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return low + (at - math.floor(at)) * (high - low)
 
 
 def _ticker(total: int, progress: Progress | None) -> Callable[[], None]:

@@ -152,8 +152,9 @@ def _predicted(scores: Scores) -> tuple[Tensor, Tensor]:
 
 def _amplification(x: Tensor, counted: Tensor) -> Tensor:
     """log10 of exp(largest - middle) of an anchor's negatives, median over anchors that have any: []."""
-    ends = torch.nanquantile(x.masked_fill(~counted, math.nan), x.new_tensor([0.5, 1.0]), dim=1)  # [2, N]
-    return torch.nanquantile(ends[1] - ends[0], 0.5) / math.log(10.0) + 0.0 * x.sum()
+    middle = torch.nanquantile(x.masked_fill(~counted, math.nan), 0.5, dim=1)  # [N]
+    lead = x.masked_fill(~counted, -math.inf).amax(dim=1) - middle
+    return torch.nanquantile(lead, 0.5) / math.log(10.0) + 0.0 * x.sum()
 
 
 def _reading(key: str, value: Tensor, unit: str, term: str = "") -> Reading:

@@ -17,6 +17,7 @@ How to read: order_kept near 1 with a large captions:drift says that G has moved
 How it can mislead: everything here is of ONE batch. Of 16 rows the effective rank is at most 16 (15 centred) and the modality gap is
 too large; a trend at one width is real, a level is not: for levels use ``gradscope embedding-geometry`` on a whole gallery. The
 number of logits in the HN gap that is one constant is captions:margin_logits. Ties (duplicates) make nearest_kept arbitrary.
+Cost: the eigenvalues behind the effective ranks make a GPU wait for the host, the only such place; all else stays on the device.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _clouds(embeddings: Embeddings) -> list[Reading]:
 def _gap_quantiles(matrix: Tensor, excluded: Tensor | None) -> Tensor:
     """[N, N], anchors in rows -> [7] float64."""
     gap = matrix.diagonal().double() - negatives(matrix, excluded).amax(dim=1)
-    return torch.quantile(gap, torch.tensor(GAP_QUANTILES, dtype=torch.float64, device=gap.device))
+    return measure.quantiles(gap, GAP_QUANTILES)
 
 
 def _drift(text: Tensor, initial: Tensor) -> list[Reading]:
