@@ -136,6 +136,7 @@ class StepReader:
     _readings: list[Reading] = field(default_factory=list)
     _due: bool = False
     _ours: bool = False
+    _copies: list[Tensor] = field(default_factory=list)
     _opened: _Open | None = None
     _replayed: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
@@ -464,7 +465,7 @@ class StepReader:
         before = None
         if self.needs("before"):
             with self._timed("update"):
-                before = [p.detach().clone() for p in self.parameters]
+                before = self._copied()
         self._step = replace(
             self._step,
             accumulated=[None if p.grad is None else local(p.grad) for p in self.parameters],
@@ -475,6 +476,16 @@ class StepReader:
             before=before,
         )
         self._read("step")
+
+    def _copied(self) -> list[Tensor]:
+        """The parameters as they are now. On a CPU the memory is kept for the next time: to get it takes longer than to fill it."""
+        if any(p.device.type != "cpu" for p in self.parameters):
+            return [p.detach().clone() for p in self.parameters]
+        if not self._copies:
+            self._copies = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
+        for copy, parameter in zip(self._copies, self.parameters, strict=True):
+            copy.copy_(parameter.detach())
+        return self._copies
 
     def backward_ended(self, unscale: Tensor | float = 1.0) -> None:
         """After each backward of a loop that is not ours: the norm of ``.grad``, since the loop may clip before we see it again."""

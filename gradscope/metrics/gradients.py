@@ -97,22 +97,32 @@ def distance(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
 
 
 def naive_norm(gradient: Gradient, factor: Tensor | float = 1.0) -> Tensor:
-    """What a plain square-and-sum of factor * gradient in its dtype gives, []: zero where every square underflows."""
-    return torch.stack([_naive_squares(g, factor) for g in present(gradient)]).sum().sqrt()
+    """What a plain fp32 square-and-sum of factor * gradient gives, [] fp32: zero where every square underflows."""
+    return plain_squares(gradient, factor)[0].sum().sqrt()
 
 
-def _naive_squares(tensor: Tensor, factor: Tensor | float) -> Tensor:
+def plain_squares(gradient: Gradient, factor: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """Of each tensor that is there, factor * g squared in fp32: the sums of squares, and how many squares are not 0 (int64)."""
     as_it_is = isinstance(factor, float) and factor == 1.0
-    scaled = (piece if as_it_is else (piece * factor).to(piece.dtype) for piece in pieces(tensor))
-    return torch.stack([torch.dot(piece, piece) for piece in scaled]).sum()
+    sums, counts = [], []
+    for g in present(gradient):
+        scaled = (piece.float() if as_it_is else piece.float() * factor for piece in pieces(g))
+        found = [(square.sum(), torch.count_nonzero(square)) for square in map(torch.square, scaled)]
+        sums.append(torch.stack([total for total, _ in found]).sum())
+        counts.append(torch.stack([count for _, count in found]).sum())
+    return torch.stack(sums), torch.stack(counts)
 
 
 def cosine(first: Gradient, second: Gradient) -> Tensor:
     """Cosine between two gradients over the same parameters, [] float64; nan where either is zero."""
-    a, b = _unit(first), _unit(second)
-    dots = [_dot(x, a, y, b) for x, y in zip(first, second, strict=True) if x is not None and y is not None]
-    lengths = squared_parts(first, a).sum().sqrt() * squared_parts(second, b).sum().sqrt()
-    return torch.stack(dots).sum() / lengths
+    return cosine_between(Statistics(first), Statistics(second))
+
+
+def cosine_between(first: Statistics, second: Statistics) -> Tensor:
+    """``cosine`` of two gradients whose statistics may be known already."""
+    pairs = zip(first.gradient, second.gradient, strict=True)
+    dots = [_dot(x, first.unit, y, second.unit) for x, y in pairs if x is not None and y is not None]
+    return torch.stack(dots).sum() / (first.squares.sum().sqrt() * second.squares.sum().sqrt())
 
 
 def _dot(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> Tensor:
@@ -138,6 +148,7 @@ class Statistics:
 
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = list(gradient)
+        self._plain: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def largest(self) -> Tensor:
@@ -154,6 +165,12 @@ class Statistics:
     @cached_property
     def zeros(self) -> Tensor:
         return zero_counts(self.gradient)
+
+    def plain_squares(self, factor: Tensor | float) -> tuple[Tensor, Tensor]:
+        """See the function; a gradient has one factor."""
+        if self._plain is None:
+            self._plain = plain_squares(self.gradient, factor)
+        return self._plain
 
     @property
     def norm(self) -> Tensor:

@@ -21,8 +21,9 @@ A row that is zero through underflow shows itself in one of those passes and so 
 
 Source: paper facts, section 7.1 and 7.2; peers 4.3, 4.4, G3, G4, G7. How to read: only the two underflows may speak of precision or
 saturation. How it can mislead: first match wins, so a saturated half-precision batch counts as dtype underflow wherever fp32 still
-has a number; zeros that rounding makes (the positive's cell in fp32) count there too. A key that is rotated or normalised behind its
-bias does have a gradient there; only its exact zeros would be misnamed.
+has a number. Zeros that rounding makes (the positive's cell in fp32) count there too; once the residual is under 1e-16 float64 makes
+the same zero, which then is unexplained (the residual form of the loss has none). A key that is rotated or normalised behind its bias
+does have a gradient there; only its exact zeros would be misnamed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gradscope.metrics.gradients import pieces
+from gradscope.metrics.gradients import plain_squares
 
 CAUSES = ("frozen", "unused", "structural", "dead_unit", "dtype_underflow", "saturation_underflow", "unexplained")
 INVISIBLE = ("squared_underflow", "eps_dominated", "stale")
@@ -99,20 +100,16 @@ def _along(units: Tensor, dim: int, like: Tensor) -> Tensor:
     return units.view([-1 if d == dim else 1 for d in range(like.ndim)])
 
 
-def squared_underflow(gradient: Tensor, zeros: Tensor | None = None, factor: Tensor | float = 1.0) -> Tensor:
-    """How many non-zero entries of factor * gradient have a square of 0 in fp32, int64 [].
-
-    ``zeros`` [] is the number of entries of ``gradient`` that are 0, if it is known. On a device that flushes denormals, those that
-    it flushes count as well.
-    """
-    scaled = (piece.float() * factor for piece in pieces(gradient))
-    seen = torch.stack([torch.count_nonzero(piece * piece) for piece in scaled]).sum()
-    return gradient.numel() - (gradient.numel() - torch.count_nonzero(gradient) if zeros is None else zeros) - seen
+def squared_underflow(gradient: Tensor) -> Tensor:
+    """How many non-zero entries have a square of 0 in fp32, int64 []; where denormals are flushed, those count as well."""
+    return torch.count_nonzero(gradient) - plain_squares([gradient])[1].sum()
 
 
 def zeros_in_rows(gradient: Tensor, rows: Tensor) -> Tensor:
     """Exact zeros in the rows of ``gradient`` [R, ...] that the bool mask ``rows`` [R] marks, int64 []."""
-    return ((gradient == 0).flatten(1).sum(dim=1) * rows).sum()
+    flat = gradient.flatten(1)
+    filled = torch.linalg.vector_norm(flat, 0, dim=1, dtype=torch.promote_types(flat.dtype, torch.float32))  # entries that are not 0
+    return ((flat.shape[1] - filled.long()) * rows).sum()
 
 
 def eps_dominated(gradient: Tensor, root: Tensor, eps: float) -> Tensor:

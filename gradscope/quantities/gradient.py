@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradscope.metrics.gradients import cosine, statistics
+from gradscope.metrics.gradients import cosine_between, statistics
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
@@ -59,11 +59,10 @@ class Gradient:
 
 
 def _pair(step: Step, norms: dict[str, Tensor]) -> list[Reading]:
-    infonce, hn = step.heads["infonce"].param_grads, step.heads["hn"].param_grads
-    assert infonce is not None
-    assert hn is not None
+    grads = [step.heads[name].param_grads for name in ("infonce", "hn")]
+    found = [statistics(gradient, step.memo) for gradient in grads if gradient is not None]
     ratio = norms["hn"] / norms["infonce"]
-    values = {"ratio": ratio, "log10_ratio": ratio.log10(), "cosine": cosine(infonce, hn)}
+    values = {"ratio": ratio, "log10_ratio": ratio.log10(), "cosine": cosine_between(*found)}
     units = {"ratio": "ratio", "log10_ratio": "log10", "cosine": "cosine"}
     return [Reading(quantity="gradient", key=k, term="pair", value=v, unit=units[k]) for k, v in values.items()]
 

@@ -6,9 +6,9 @@ With Adam's bias-corrected moments m_hat, v_hat (after this step) over all entri
     stale                         share of entries with 0 < |g| < sqrt(v_hat) / 100: the memory of larger gradients mutes this one
     update_ratio.<tower>          norm(weights after - before) / norm(weights before), as applied (decay and clipping included)
 
-Quantiles come from sixteen bins an octave between 2^-67 (7e-21) and 2^10, so they are right to 3 %; smaller sizes, zeros included,
-share the lowest bin, larger ones and nan the highest. Under FSDP each rank reads its shard and the counts are added. A normal
-distribution of gradients has a stale share of about 0.8 %; half of v's memory is ln 2 / (1 - beta2) steps old, 693 at .999.
+Quantiles come from sixteen bins an octave, so they are right to 3 %; 0 stands for anything below 2^-126, and nan sizes are the
+largest. Under FSDP each rank reads its shard and the counts are added. A normal distribution of gradients has a stale share of about
+0.8 %; half of v's memory is ln 2 / (1 - beta2) steps old, 693 at .999.
 Source: Adam (Kingma and Ba, 2015); paper facts, section 7.2. How it can mislead: early steps have little memory, so stale starts low.
 """
 
@@ -29,9 +29,9 @@ from gradscope.types import Reading, Step
 QUANTILES = (0.10, 0.50, 0.90, 0.99)
 STALE = 100.0
 
-#: A bin of sizes is a float32 with all but its exponent and the first four bits of its fraction cut off, counted from 2^-67.
+#: A bin of sizes is a float32 with all but its exponent and the first four bits of its fraction cut off.
 _CUT = 23 - 4
-_LOWEST, _TOP = (127 - 67) << 4, (67 + 10) << 4
+BINS = 1 << 12
 
 
 @quantities.register("optimizer")
@@ -64,7 +64,7 @@ def _adam(step: Step) -> dict[str, Tensor]:
     """Moments are read where an Adam keeps them; an optimizer without them has no normalised step: {}."""
     assert step.optimizer is not None
     device = step.embeddings.text.device
-    counts = torch.zeros(_TOP + 1, dtype=torch.int64, device=device)
+    counts = torch.zeros(BINS, dtype=torch.int64, device=device)
     ones = torch.ones(PIECE, dtype=torch.int64, device=device)
     found: list[Tensor] = []  # of each piece: eps-dominated, stale
     entries = 0
@@ -73,17 +73,18 @@ def _adam(step: Step) -> dict[str, Tensor]:
             state = step.optimizer.state.get(parameter, {})
             if "exp_avg_sq" not in state or parameter.grad is None:
                 continue
-            corrections = [1 - beta ** state["step"] for beta in group["betas"]]
+            first, second = (1 - beta ** state["step"] for beta in group["betas"])  # the bias corrections
+            square, eps, stale = first**2 / second, first * group["eps"], first * STALE
             moments = (pieces(local(state[name])) for name in ("exp_avg", "exp_avg_sq"))
             for m, v, g in zip(*moments, pieces(local(parameter.grad)), strict=True):
-                root = _wide(v).div(corrections[1]).sqrt_()
-                found.append(torch.stack([_eps_dominated(root, group["eps"]), _stale(g, root)]))
-                _add(counts, _wide(m).div(corrections[0]).div_(root.add(group["eps"])), ones)
+                root = _wide(v).mul(square).sqrt_()  # first * sqrt(v_hat): one pass less than correcting each moment
+                found.append(torch.stack([_below(root, eps), _stale(g, root, stale)]))
+                _add(counts, _wide(m).div(root.add_(eps)), ones)
                 entries += root.numel()
     if not found:
         return {}
     totals = torch.cat([torch.stack(found).sum(dim=0).double(), torch.full_like(counts[:1], entries).double(), counts.double()])
-    stated, counts = (summed(totals) if step.sharded else totals).split([3, _TOP + 1])
+    stated, counts = (summed(totals) if step.sharded else totals).split([3, BINS])
     values = dict(zip((f"step_q{round(100 * q)}" for q in QUANTILES), _quantiles(counts), strict=True))
     return {**values, "eps_dominated": stated[0] / stated[2], "stale": stated[1] / stated[2]}
 
@@ -92,31 +93,31 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _eps_dominated(root: Tensor, eps: float) -> Tensor:
+def _below(root: Tensor, eps: Tensor) -> Tensor:
     """[] number of entries below eps. The comparison fills a float tensor, whose sum is many times faster than that of booleans."""
     return torch.lt(root, eps, out=torch.empty_like(root)).sum()
 
 
-def _stale(gradient: Tensor, root: Tensor) -> Tensor:
-    """[] number of entries with 0 < |g| * STALE < root."""
-    size = gradient.abs().to(root.dtype).mul_(STALE)
+def _stale(gradient: Tensor, root: Tensor, factor: Tensor) -> Tensor:
+    """[] number of entries with 0 < |g| * factor < root."""
+    size = gradient.abs().to(root.dtype).mul_(factor)
     muted = torch.lt(size, root, out=torch.empty_like(root))
     return torch.dot(muted, size.sign_())
 
 
 def _add(counts: Tensor, sizes: Tensor, ones: Tensor) -> None:
-    """Adds a piece's sizes (overwritten) to the counts [bins], by the bits of the floats: no logarithm is taken.
+    """Adds a piece's sizes (overwritten) to the counts [BINS], by the bits of the floats: no logarithm is taken.
 
     ``ones`` [PIECE] int64 is what is added; expanding a single one would be slower, and bincount would make a GPU wait for the host.
     """
-    bins = sizes.float().abs_().view(torch.int32).bitwise_right_shift_(_CUT).sub_(_LOWEST).clamp_(0, _TOP)
+    bins = sizes.float().abs_().view(torch.int32).bitwise_right_shift_(_CUT)
     counts.scatter_add_(0, bins.long(), ones[: bins.numel()])
 
 
 def _quantiles(counts: Tensor) -> Tensor:
-    """Counts [bins] float64 -> the geometric centres of the bins that hold QUANTILES."""
-    edges = ((torch.arange(_TOP + 2, dtype=torch.int32, device=counts.device) + _LOWEST) << _CUT).view(torch.float32).double()
+    """Counts [BINS] float64 -> the geometric centres of the bins that hold QUANTILES; 0 for sizes below 2^-126, nan for nan."""
+    edges = (torch.arange(BINS, dtype=torch.int32, device=counts.device) << _CUT).view(torch.float32).double()
     centres = (edges[:-1] * edges[1:]).sqrt()
     cumulative = counts.cumsum(0) / counts.sum()
-    places = torch.stack([(cumulative < q).sum() for q in QUANTILES]).clamp(max=_TOP)
+    places = torch.stack([(cumulative < q).sum() for q in QUANTILES]).clamp(max=BINS - 2)
     return centres.gather(0, places)

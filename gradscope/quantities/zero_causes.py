@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradscope.metrics.gradients import statistics
-from gradscope.metrics.zero_causes import is_key_bias, name_parts, squared_underflow, zeros_in_rows
+from gradscope.metrics.zero_causes import is_key_bias, name_parts, zeros_in_rows
 from gradscope.quantities import quantities
 from gradscope.types import Head, Reading, Step
 
@@ -44,10 +44,12 @@ class ZeroCauses:
 
 def _counts(step: Step, head: Head) -> dict[str, Tensor | float]:
     assert head.param_grads is not None
-    zeros = statistics(head.param_grads, step.memo).zeros  # [tensors]
+    found = statistics(head.param_grads, step.memo)
+    zeros = found.zeros  # [tensors]
     unused = sum(p.numel() for p, g in zip(step.parameters, head.param_grads, strict=True) if g is None)
     structural = torch.stack([zeros.sum() * 0, *_structural(step, head)]).sum()
-    squares = [squared_underflow(g, zeros[i], head.param_factor) for i, g in enumerate(head.param_grads) if g is not None]
+    squares = found.plain_squares(head.param_factor)[1].sum()
+    entries = sum(g.numel() for g in head.param_grads if g is not None)
     return {
         "entries": float(sum(p.numel() for p in step.parameters) + step.frozen_entries),
         "zeros": zeros.sum() + unused + step.frozen_entries,
@@ -55,7 +57,7 @@ def _counts(step: Step, head: Head) -> dict[str, Tensor | float]:
         "unused": float(unused),
         "structural": structural,
         "other": zeros.sum() - structural,
-        "squared_underflow": torch.stack(squares).sum(),
+        "squared_underflow": entries - zeros.sum() - squares,
     }
 
 

@@ -25,7 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradscope.metrics.gradients import naive_norm, present, statistics
+from gradscope.metrics.gradients import present, statistics
+from gradscope.metrics.zero_causes import zeros_in_rows
 from gradscope.quantities import quantities
 from gradscope.types import Head, Reading, Step
 
@@ -87,11 +88,12 @@ def _direction(direction: str, gradient: Tensor) -> dict[str, Tensor]:
 def _parameters(step: Step, head: Head) -> dict[str, Tensor | float]:
     assert head.param_grads is not None
     grads = head.param_grads
-    zeros = statistics(grads, step.memo).zeros  # [tensors]
+    found = statistics(grads, step.memo)
+    zeros = found.zeros  # [tensors]
     sizes = [0 if g is None else g.numel() for g in grads]
     structural, structural_zeros = _structural(step, grads)
     every = sum(sizes)
-    all_zero, naive = zeros.sum() == every, naive_norm(grads, head.param_factor)
+    all_zero, naive = zeros.sum() == every, found.plain_squares(head.param_factor)[0].sum().sqrt()
     empty = torch.stack([count == size for count, size in zip(zeros, sizes, strict=True) if size])
     return {
         "entries.parameters": zeros.sum().double() / every,
@@ -115,11 +117,5 @@ def _structural(step: Step, grads: object) -> tuple[Tensor, Tensor]:
         if rows is None or gradient is None:
             continue
         entries = entries + rows.sum() * gradient.shape[1]
-        filled = torch.linalg.vector_norm(gradient, 0, dim=1, dtype=_counting(gradient))  # [rows], entries that are not 0
-        zeros = zeros + ((gradient.shape[1] - filled.long()) * rows).sum()
+        zeros = zeros + zeros_in_rows(gradient, rows)
     return entries, zeros
-
-
-def _counting(gradient: Tensor) -> torch.dtype:
-    """A dtype in which a row's entries can be counted: fp16 and bf16 run out of whole numbers."""
-    return torch.promote_types(gradient.dtype, torch.float32)
