@@ -11,8 +11,8 @@ excluded n differs, and an anchor counts by its negatives instead of by their pa
                                          beyond 1 is cosine and caption similarity rising together
     explained.<direction>                r^2 of that: the share of the spread of log p_ij over an anchor's negatives
     slope_at_equal_cosine.<direction>    hn: of log |dL/dlogit_ij| - scale S_ij, from the gradient of the loss itself: must be 1
-    worst_at_equal_cosine.<direction>    hn: the largest error of a single negative, nat: about 1e-5 in fp32, .25 and more where
-                                         logits were rounded to bf16
+    worst_at_equal_cosine.<direction>    hn: the largest error of a single negative, nat: about 1e-5 in fp32, about .25 where logits
+                                         near 100 were rounded to bf16
     lost.<direction>                     hn: share of negatives whose gradient is 0 or below the smallest normal number; left out of
                                          the two above
     correlation.<direction>              of S and G over an anchor's negatives (Pearson, pooled within anchors)
