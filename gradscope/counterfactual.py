@@ -13,7 +13,8 @@ reference runs on a copy. Inside a reference, casts to a narrower dtype (``.floa
 become casts to the reference's, and new tensors are made in it.
 The model may not be sharded, nor wrapped for compilation or several processes: give the module inside.
 How it can mislead: a kernel that rounds inside is not seen, nor are modules with weights that are not part of ``model``; dropout of a
-device whose generator draws differently by dtype has another mask in the references.
+device whose generator draws differently by dtype has another mask in the references. Float64 rounds too: a softmax residual under
+1e-16 is lost in the positive's own cell there as well.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ def wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 def measure(model: nn.Module, closure: Closure, dtype: torch.dtype, loss_scale: float) -> Measured:
     """Runs the pass on the user's model and searches the largest factor. Raises ValueError for a loss that cannot be used."""
     parameters = _trainable(model)
+    if any(_narrower(p.dtype, dtype) for p in parameters.values()) and dtype not in HALF:
+        raise ValueError(
+            f"a {_word(dtype)} pass needs {_word(dtype)} parameters; give the dtype of the model's, or that of its autocast"
+        )
     with _kept(model), torch.enable_grad():
         loss = _checked(closure(Pass(model=model, dtype=dtype)), dtype)
         gradient = _gradient(loss, parameters, loss_scale)
@@ -96,9 +101,9 @@ def reference(model: nn.Module, closure: Closure, dtype: torch.dtype) -> dict[st
             f"the model cannot be copied for the {_word(dtype)} pass ({error}); leave it out with references=()"
         ) from error
     mode = _Widened(dtype)
+    mode.enter_in(twin)
     try:
-        # activations that are computed anew during backward must be so under the mode, which is a thread's own
-        with _kept(twin), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), _default(dtype), mode:
+        with _kept(twin), torch.enable_grad(), _default(dtype), mode:
             loss = _checked(closure(Pass(model=twin, dtype=dtype)), dtype)
             gradient = _gradient(loss, _trainable(twin), 1.0)
     except RuntimeError as error:
@@ -194,6 +199,18 @@ class _Widened(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.narrowed = ""
+
+    def enter_in(self, model: nn.Module) -> None:
+        """Every forward of ``model``'s parts enters the mode, which is off where checkpointed activations are computed anew."""
+        for module in model.modules():
+            module.forward = self._under(module.forward)
+
+    def _under(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return forward(*args, **kwargs)
+
+        return wrapped
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):

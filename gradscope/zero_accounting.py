@@ -221,7 +221,9 @@ def _tally(gradient: Tensor, evidence: dict[str, Tensor | None], key_bias: bool,
     announced = evidence.pop("structural")
     whole = torch.ones_like(zero) if key_bias else None
     counts = count_causes(zero, {"structural": announced, "key_bias": whole, **evidence})
-    counts["contradicted"] = torch.zeros_like(counts["unexplained"]) if announced is None else (announced & ~zero).sum()
+    counts["contradicted"] = (
+        torch.zeros_like(counts["unexplained"]) if announced is None else (announced & ~zero & gradient.isfinite()).sum()
+    )
     counts["non_finite"] = (~torch.isfinite(gradient)).sum()
     counts["squared_underflow"] = squared_underflow(gradient)
     if root is not None:
@@ -246,7 +248,8 @@ def _notes(found: Measured, total: Tally, adam: _Adam, model: nn.Module) -> Iter
     if found.exponent is None:
         yield "no factor keeps all gradients finite, so nothing is known of saturation underflow"
     if total.non_finite:
-        yield f"{total.non_finite:,} entries of the gradient are inf or nan; they count as non-zero"
+        what = f"{total.non_finite:,} entries of the gradient are inf or nan and count as non-zero"
+        yield f"{what}; a GradScaler would skip this step and lower its scale"
     if total.contradicted:
         yield f"{total.contradicted:,} entries announced as structural have a gradient: the mask does not belong to this batch or model"
     unknown = [name for name, p in model.named_parameters() if p.requires_grad and not adam.knows(p)]

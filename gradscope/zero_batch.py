@@ -153,6 +153,8 @@ def _one_batch(standing: _Standing, data: Data, split: str, width: int, seed: in
     kept = usable(found.records, allow_missing=data.allow_missing, on_bad_image=data.on_bad_image, workers=0)
     for note in (*found.notes, *kept.notes):
         console.print(f"note: {note}", soft_wrap=True)
+    if len(kept.records) < width:
+        raise ValueError(f"--width is {width}, split '{split}' of '{data.name}' has {len(kept.records)} usable records; lower --width")
     stream = Batches(records=kept.records, encoder=standing.encoder, batch_size=width, accumulate=1, seed=seed, decode=data.decode)
     ((batch,),) = stream.steps(1, 1)
     if data.on_too_long == "error":

@@ -34,6 +34,8 @@ def explanation(found: Accounting) -> str:
 
 def _remedy(found: Accounting, total: Tally) -> str:
     underflow = total.zeros["dtype_underflow"]
+    if total.non_finite:
+        return f"But {_share(total.non_finite, total.entries)} of all entries are inf or nan: the pass overflows, the rest is no guide."
     if not underflow and not total.zeros["saturation_underflow"]:
         return "Nothing here speaks of precision or saturation."
     if not underflow:
@@ -46,10 +48,10 @@ def _remedy(found: Accounting, total: Tally) -> str:
 
 def _unseen(total: Tally) -> str:
     """What table B adds, where it adds something."""
-    small = total.invisible.get("eps_dominated", 0)
-    return (
-        f" {_share(small, total.entries - total.zero_entries)} of the non-zero entries are small against Adam's eps." if small else ""
-    )
+    words = {"eps_dominated": "are small against Adam's eps", "stale": "are under a hundredth of their remembered size"}
+    found = [(total.invisible.get(key, 0), says) for key, says in words.items()]
+    parts = [f"{_share(count, total.entries - total.zero_entries)} {says}" for count, says in found if count]
+    return f" Of the non-zero entries, {', '.join(parts)}." if parts else ""
 
 
 def _share(part: int, whole: int) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _LABELS = {
     "frozen": "frozen",
-    "unused": "unused in the loss",
+    "unused": "unused",
     "structural": "structural",
     "dead_unit": "dead unit",
     "dtype_underflow": "dtype underflow",
@@ -149,7 +149,7 @@ def _exact(found: ZeroBatch, title: str) -> Table:
     details = {"structural": ("  of these, key bias", [t.key_bias for t in tallies])}
     if found.accounting.exponent is not None:
         details["dtype_underflow"] = (f"  of these, back at 2^{found.accounting.exponent}", [t.comes_back for t in tallies])
-    table = _table(title, [*columns, "share of zeros"])
+    table = _table(title, [*columns, "of zeros"])
     for cause in CAUSES:
         share = _share(total.zeros[cause], total.zero_entries)
         table.add_row(_LABELS[cause], *(f"{tally.zeros[cause]:,}" for tally in tallies), share)
@@ -167,7 +167,7 @@ def _invisible(found: ZeroBatch, title: str) -> Table:
 
     columns = _columns(found)
     total = columns["total"]
-    table = _table(title, [*columns, "share of non-zero"])
+    table = _table(title, [*columns, "of non-zero"])
     for key in INVISIBLE:
         counts = [f"{tally.invisible[key]:,}" if key in tally.invisible else "unknown" for tally in columns.values()]
         table.add_row(_LABELS[key], *counts, _share(total.invisible.get(key, 0), total.entries - total.zero_entries))
