@@ -14,7 +14,8 @@ import torch
 from repeats import generator, groups, mask, masked_step, repeated, seed, unit
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import Toy, toy_batch
+from test_step_reader import Syncs
+from toy import Toy, toy_batch, toy_reader
 
 from gradscope import cached
 from gradscope.data.batching import Batches
@@ -213,6 +214,21 @@ def test_loss_residual_gap_and_saturation_without_the_excluded() -> None:
     off = ~excluded & ~np.eye(8, dtype=bool)
     assert values["captions", "", "margin_logits"] == pytest.approx(30.0 * 0.5 * captions[off].mean(), rel=1e-4)
     assert values["captions", "", "exact_duplicates"] == 3
+
+
+@pytest.mark.parametrize("duplicates", ["keep", "exclude"])
+def test_neither_the_mask_nor_the_meter_makes_a_gpu_wait(duplicates: str) -> None:
+    encoder, batch = Toy(), repeated(6, [0, 1, 1, 2, 3, 0])
+    reader = toy_reader(encoder)
+    reader.quantities = {name: reader.quantities[name] for name in ("false_negatives", "captions", "residual", "gap", "zeros")}
+    reader.begin(1, 0)
+    with Syncs() as syncs:
+        embeddings = encoder.embed(batch)
+        terms = Clip(duplicates=duplicates)(embeddings, token_ids=batch.texts["full"])
+        with reader.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
+            total_loss(terms).backward()
+    assert syncs.seen == []
+    assert reader.failures == []
 
 
 def test_a_batch_of_one_caption_reads_as_finished() -> None:
