@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,8 @@ def make_arms(
     Raises:
         ValueError: unknown objective or margin, a negative or non-finite number, or one twice.
     """
+    if bias is not None and not math.isfinite(bias):
+        raise ValueError(f"a bias must be a finite number; got {bias:g}.")
     for margin in margins:
         if margin not in MARGINS:
             raise ValueError(f"margin '{margin}' cannot be read off stored embeddings; choose from {', '.join(MARGINS)}.")

@@ -122,12 +122,12 @@ def exact_log10(name: str, logits: Tensor) -> float:
     for line in sides(logits):
         positive, negatives = Decimal(line[0]), [Decimal(x) for x in line[1:]]
         if name == "siglip":
-            total += (1 + (-positive - bias).exp()).ln() + sum((1 + (x + bias).exp()).ln() for x in negatives)
+            total += (1 + (-positive - bias).exp()).ln() + sum(((1 + (x + bias).exp()).ln() for x in negatives), Decimal(0))
             continue
-        push = sum(x.exp() for x in negatives)
+        push = sum((x.exp() for x in negatives), Decimal(0))
         if name == "hardness_weighted":
-            weight = sum((beta * x).exp() for x in negatives)
-            push = len(negatives) * sum(((1 + beta) * x).exp() for x in negatives) / weight
+            weight = sum(((beta * x).exp() for x in negatives), Decimal(0))
+            push = len(negatives) * sum((((1 + beta) * x).exp() for x in negatives), Decimal(0)) / weight
         total += (1 + push / positive.exp()).ln()
     return float((total / (2 * len(logits))).log10())
 

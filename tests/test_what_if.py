@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from gradscope.cli import app
+from gradscope.cli.what_if import _OBJECTIVES
 from gradscope.embeddings_file import save_embeddings
 from gradscope.evaluate import Embedded
 from gradscope.figures import figures
@@ -103,8 +104,10 @@ def test_fp16_loses_entries_where_bf16_and_fp32_do_not() -> None:
     found = {}
     for cosine in (0.22, 0.28):
         image, text = made_pairs(cosine, pairs=64, dim=512, seed=0)
-        precise = {"precisions": ("fp32", "bf16", "fp16"), "loss_scales": (1.0, 65536.0), "order": "scale first"}
-        table = what_if(image, text, 100.0, Grid(arms=arms("infonce"), widths=(64,), **precise))
+        grid = Grid(
+            arms=arms("infonce"), widths=(64,), precisions=("fp32", "bf16", "fp16"), loss_scales=(1.0, 65536.0), order="scale first"
+        )
+        table = what_if(image, text, 100.0, grid)
         found[cosine] = {(p, k): part.iloc[0] for (p, k), part in table.groupby(["precision", "loss_scale"])}
     for cosine, cells in found.items():
         assert cells["fp32", 1.0]["zero_share"] == cells["bf16", 1.0]["zero_share"] == 0, cosine
@@ -322,6 +325,8 @@ def test_command_on_stored_embeddings_and_its_figures(stored: Path) -> None:
         (["--gamma", "half"], "--gamma takes numbers by commas, as in 20,50; got 'half'"),
         (["--gamma", "-1"], "a gamma must be a finite number, 0 or more"),
         (["--bias", "-10,-5"], "--bias takes one number, or best"),
+        (["--bias", "nan"], "a bias must be a finite number"),
+        (["--objective", "infonce,dcl", "--gamma", "0.5"], "--gamma belongs to --objective hn and would be ignored"),
         (["--width", "8,many"], "--width takes whole numbers by commas, or all"),
         (["--width", "100"], "a width of 100 does not fit 39 pairs"),
         (["--scale", "-5"], "a scale must be a finite number"),
@@ -350,3 +355,4 @@ def test_every_objective_of_the_registry_can_be_asked() -> None:
     from gradscope.objectives import objectives
 
     assert sorted(OBJECTIVES) == objectives.names()
+    assert _OBJECTIVES == OBJECTIVES

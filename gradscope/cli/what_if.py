@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 #: CLIP's clamp and two below it.
 _SCALES = (20.0, 50.0, 100.0)
+_OBJECTIVES = ("infonce", "hn", "siglip", "dcl", "hardness_weighted")
 #: --order -> what the loss path calls it.
 _ORDERS = {"last": "scale last", "first": "scale first", "two": "two products"}
 #: Matrices of one batch that are alive at once, in float64; a width that takes more than this many bytes is announced.
@@ -55,12 +56,17 @@ def what_if(
         typer.Option(help="Candidates per softmax, by commas; all: the whole set.", show_default="powers of two from 8 to 1,024"),
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="infonce, hn, siglip, dcl, hardness_weighted, by commas.")
-    ] = "infonce,hn,siglip,dcl,hardness_weighted",
-    gamma: Annotated[str, typer.Option(help="Of hn, by commas.")] = "0.25,0.5",
-    margin: Annotated[str, typer.Option(help="Of hn: live, fixed, centred, by commas.")] = "live,fixed,centred",
-    beta: Annotated[str, typer.Option(help="Of hardness_weighted, by commas.")] = "0.5",
-    bias: Annotated[str, typer.Option(help="Of siglip: a number, or best: where the loss is smallest, found anew per cell.")] = "best",
+        str, typer.Option(help="infonce, hn, siglip, dcl, hardness_weighted, by commas.", show_default="all of them")
+    ] = ",".join(_OBJECTIVES),
+    gamma: Annotated[str | None, typer.Option(help="Of hn, by commas.", show_default="0.25,0.5")] = None,
+    margin: Annotated[
+        str | None, typer.Option(help="Of hn: live, fixed, centred, by commas.", show_default="live,fixed,centred")
+    ] = None,
+    beta: Annotated[str | None, typer.Option(help="Of hardness_weighted, by commas.", show_default="0.5")] = None,
+    bias: Annotated[
+        str | None,
+        typer.Option(help="Of siglip: a number, or best: where the loss is smallest, found anew per cell.", show_default="best"),
+    ] = None,
     precision: Annotated[str, typer.Option(help="Of the loss path: fp64, fp32, bf16, fp16, by commas.")] = "fp32",
     loss_scale: Annotated[str, typer.Option(help="Factors of mixed precision, by commas.")] = "1",
     order: Annotated[
@@ -122,19 +128,29 @@ def what_if(
         _write(table, output)
 
 
-def _arms(objective: str, gamma: str, margin: str, beta: str, bias: str) -> tuple[Arm, ...]:
+def _arms(objective: str, gamma: str | None, margin: str | None, beta: str | None, bias: str | None) -> tuple[Arm, ...]:
+    """The objectives asked for, each with its own settings. A setting of none of them is refused."""
     from gradscope.whatif import make_arms
 
-    number = None if bias == "best" else _numbers("--bias", bias)
-    if number and len(number) > 1:
-        raise ValueError(f"--bias takes one number, or best; got '{bias}'.")
-    return make_arms(
-        _words(objective),
-        gammas=_numbers("--gamma", gamma),
-        margins=_words(margin),
-        betas=_numbers("--beta", beta),
-        bias=number[0] if number else None,
-    )
+    names = _words(objective)
+    given = {"--gamma": (gamma, "hn"), "--margin": (margin, "hn"), "--beta": (beta, "hardness_weighted"), "--bias": (bias, "siglip")}
+    for flag, (value, owner) in given.items():
+        if value is not None and owner not in names:
+            raise ValueError(f"{flag} belongs to --objective {owner} and would be ignored; drop it, or add {owner}.")
+    settings: dict[str, Any] = {
+        "gammas": None if gamma is None else _numbers("--gamma", gamma),
+        "margins": None if margin is None else _words(margin),
+        "betas": None if beta is None else _numbers("--beta", beta),
+        "bias": None if bias in (None, "best") else _one_number("--bias", str(bias)),
+    }
+    return make_arms(names, **{key: value for key, value in settings.items() if value is not None})
+
+
+def _one_number(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{flag} takes one number, or best; got '{text}'.") from None
 
 
 def _grid(arms: tuple[Arm, ...], widths: tuple[int, ...], precision: str, loss_scale: str, order: str, batches: int, seed: int) -> Grid:
