@@ -52,10 +52,11 @@ class Panel:
         run, short = self.following, height < TALL
         parts: list[RenderableType] = [Text(line, style="bold") for line in heading(run)]
         parts.append(curves(run, width - 4, short))
+        gap = [] if short else [Text("")]
         if run.terms():
-            parts += [Text(""), saturation(run, short), Text("")]
+            parts += [*gap, saturation(run, short), *gap]
         parts += [Text(line) for line in facts(run)]
-        parts += [Text(""), self._found(2 if short else 5)]
+        parts += [*gap, self._found(2 if short else 5)]
         return Frame(Group(*parts), box=box.ROUNDED, width=width, title=str(run.path), title_align="left")
 
     def _look(self) -> None:
