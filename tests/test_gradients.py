@@ -9,8 +9,23 @@ from fractions import Fraction
 import pytest
 import torch
 
+from gradscope.metrics import counting
 from gradscope.metrics.crossing import crossing
-from gradscope.metrics.gradients import cosine, max_abs, naive_norm, present, squared_parts, true_norm, zero_counts
+from gradscope.metrics.gradients import (
+    PIECE,
+    cosine,
+    distance,
+    max_abs,
+    naive_norm,
+    norm_over_ranks,
+    pieces,
+    plain_squares,
+    present,
+    squared_parts,
+    statistics,
+    true_norm,
+    zero_counts,
+)
 
 SHAPES = [(7, 5), (11,), (), (3, 2, 4)]
 
@@ -113,6 +128,69 @@ def test_zero_counts_equal_a_count():
     seed = secrets.randbits(32)
     tensors = [torch.where(torch.rand_like(t) < 0.4, 0.0, t) for t in gradient(seed, 1e-44)]
     assert zero_counts(tensors).tolist() == [sum(v == 0 for v in t.flatten().tolist()) for t in tensors]
+
+
+# ---- pieces, shared statistics, counts
+
+
+def wide(seed: int) -> list[torch.Tensor]:
+    """More than one piece, a piece and one entry, rows out of order in memory, an empty shard."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).float()  # noqa: E731
+    return [draw(3, PIECE // 2), draw(PIECE + 1) * 1e-25, draw(40, 7).T, torch.zeros(0, 5)]
+
+
+def test_pieces_hold_every_entry_once():
+    for tensor in wide(secrets.randbits(32)):
+        found = torch.cat(pieces(tensor))
+        assert torch.equal(found, tensor.flatten())
+        assert all(piece.numel() <= PIECE for piece in pieces(tensor))
+
+
+def test_statistics_of_wide_tensors_equal_float64():
+    seed = secrets.randbits(32)
+    tensors = wide(seed)
+    flat = torch.cat([t.double().flatten() for t in tensors])
+    found = statistics(tensors, {})
+    assert float(true_norm(tensors)) == pytest.approx(float(flat.norm()), rel=1e-12), seed
+    assert float(found.norm) == float(norm_over_ranks(tensors, False, {})) == float(true_norm(tensors))
+    assert float(found.largest) == float(flat.abs().max())
+    assert found.zeros.tolist() == [int((t == 0).sum()) for t in tensors]
+    factor = torch.tensor(2.0)
+    sums, counts = plain_squares(tensors, factor)
+    squares = [(t * 2) ** 2 for t in tensors]
+    assert sums.tolist() == pytest.approx([float(q.double().sum()) for q in squares], rel=1e-5)
+    assert counts.tolist() == [int((q != 0).sum()) for q in squares]
+    assert counts[1] == 0, "the squares of 1e-25 are not there"
+    moved = [t + 1e-3 * torch.randn_like(t) for t in tensors]
+    gap = torch.cat([(a - b).double().flatten() for a, b in zip(moved, tensors, strict=True)])
+    assert float(distance(moved, tensors)) == pytest.approx(float(gap.norm()), rel=1e-12)
+
+
+def test_statistics_are_formed_anew_where_a_tensor_was_written_to():
+    memo: dict = {}
+    tensors = [torch.ones(4), None, torch.zeros(2)]
+    first = statistics(tensors, memo)
+    assert statistics(list(tensors), memo) is first
+    torch._foreach_mul_([tensors[0]], 3.0)
+    second = statistics(tensors, memo)
+    assert second is not first
+    assert float(second.norm) == 6.0
+    assert statistics([tensors[2], None, tensors[0]], memo) is not second
+
+
+def test_float64_entries_beyond_the_squares_of_float64():
+    tensors = [torch.full((3,), 1e-200, dtype=torch.float64), torch.full((6,), 1e-200, dtype=torch.float64)]
+    assert float(true_norm(tensors)) == pytest.approx(3e-200, rel=1e-12)
+    assert float(cosine(tensors, tensors)) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_counts_are_the_same_on_both_ways(monkeypatch):
+    places = torch.randint(0, 37, (10_000,), dtype=torch.int32)
+    short = counting.counts_of(places, 40)
+    monkeypatch.setattr(counting, "waits_for_nothing", lambda tensor: False)
+    assert torch.equal(short, counting.counts_of(places, 40))
+    assert short.tolist() == [places.tolist().count(k) for k in range(40)]
 
 
 # ---- crossings

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gradscope.metrics import octaves
+from gradscope.metrics.counting import counts_of, waits_for_nothing
 
 PER_OCTAVE = 8
 SIGN = 2048  # bins of one sign: 256 exponents
@@ -46,12 +47,10 @@ def sketch(numbers: Sequence[Tensor | None], device: torch.device | None = None)
 
 def _count(bits: Tensor) -> Tensor:
     places = (bits >> _SHIFT).add_(SIGN)  # the shift keeps the sign, so these run from 0 (smallest negative) to 4095
-    if bits.is_cuda:  # bincount would make a GPU wait for the host
-        counts = torch.zeros(SIZE, dtype=torch.int64, device=bits.device)
-        counts.scatter_add_(0, places.long(), torch.ones((), dtype=torch.int64, device=bits.device).expand(bits.numel()))
-        return _without_zeros(counts, bits)
-    counts = torch.bincount(places, minlength=SIZE)
-    return _without_zeros(counts, bits) if counts[0] or counts[SIGN] else counts
+    counts = counts_of(places, SIZE)
+    if waits_for_nothing(counts) and not (counts[0] or counts[SIGN]):
+        return counts
+    return _without_zeros(counts, bits)
 
 
 def _without_zeros(counts: Tensor, bits: Tensor) -> Tensor:

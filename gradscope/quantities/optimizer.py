@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from gradscope.distributed import local, summed
-from gradscope.metrics.gradients import PIECE, distance, pieces, true_norm
+from gradscope.metrics.counting import counts_of
+from gradscope.metrics.gradients import distance, pieces, true_norm
 from gradscope.quantities import quantities
 from gradscope.quantities.gradient import parts_of
 from gradscope.types import Reading, Step
@@ -65,7 +66,6 @@ def _adam(step: Step) -> dict[str, Tensor]:
     assert step.optimizer is not None
     device = step.embeddings.text.device
     counts = torch.zeros(BINS, dtype=torch.int64, device=device)
-    ones = torch.ones(PIECE, dtype=torch.int64, device=device)
     found: list[Tensor] = []  # of each piece: eps-dominated, stale
     entries = 0
     for group in step.optimizer.param_groups:
@@ -79,7 +79,7 @@ def _adam(step: Step) -> dict[str, Tensor]:
             for m, v, g in zip(*moments, pieces(local(parameter.grad)), strict=True):
                 root = _wide(v).mul(square).sqrt_()  # first * sqrt(v_hat): one pass less than correcting each moment
                 found.append(torch.stack([_below(root, eps), _stale(g, root, stale)]))
-                _add(counts, _wide(m).div(root.add_(eps)), ones)
+                counts += _binned(_wide(m).div(root.add_(eps)))
                 entries += root.numel()
     if not found:
         return {}
@@ -105,13 +105,9 @@ def _stale(gradient: Tensor, root: Tensor, factor: Tensor) -> Tensor:
     return torch.dot(muted, size.sign_())
 
 
-def _add(counts: Tensor, sizes: Tensor, ones: Tensor) -> None:
-    """Adds a piece's sizes (overwritten) to the counts [BINS], by the bits of the floats: no logarithm is taken.
-
-    ``ones`` [PIECE] int64 is what is added; expanding a single one would be slower, and bincount would make a GPU wait for the host.
-    """
-    bins = sizes.float().abs_().view(torch.int32).bitwise_right_shift_(_CUT)
-    counts.scatter_add_(0, bins.long(), ones[: bins.numel()])
+def _binned(sizes: Tensor) -> Tensor:
+    """A piece's sizes (overwritten) as counts [BINS], from the bits of the floats: no logarithm is taken."""
+    return counts_of(sizes.float().abs_().view(torch.int32).bitwise_right_shift_(_CUT), BINS)
 
 
 def _quantiles(counts: Tensor) -> Tensor:
