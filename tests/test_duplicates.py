@@ -13,8 +13,8 @@ import pytest
 import torch
 from repeats import generator, groups, mask, masked_step, repeated, seed, unit
 from safetensors.torch import load_file
-from torch import Tensor
 from test_step_reader import Syncs
+from torch import Tensor
 from toy import Toy, toy_batch, toy_reader
 
 from gradscope import cached
