@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
-from gradscope.run_view import Evidence, View
+from gradscope.run_view import Evidence, Unmeasured, View
 
 
 @rules.register("GS017")
@@ -31,6 +31,8 @@ class ConstantMargin:
     least: int = MEASURED
 
     def __call__(self, view: View) -> Finding | None:
+        if not view.trained:
+            raise Unmeasured("the trained objective is not known of this log")
         if view.trained != "hn":
             return None
         beaten = view.both("gap", "violated_with_margin", "hn").recent(self.least)

@@ -54,6 +54,7 @@ class AlwaysClipped:
             return Window(values=norm.values / limit, where=norm.where)
         after = view.reading("accumulation", "norm_clipped", "total")
         if not len(after.values):
+            view.setting("train.grad_clip")  # raises where nothing says whether there is clipping
             return None
         before = view.reading("accumulation", "norm", "total")
         return _divided(before, after).recent(self.least)

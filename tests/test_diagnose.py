@@ -1,0 +1,342 @@
+"""gradscope diagnose: logs of other tools read as their own libraries write them, the view's windows, ranking, muting, what is said."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hand_run import hand_run
+from typer.testing import CliRunner
+
+from gradscope.cli import app
+from gradscope.diagnose import diagnose, look
+from gradscope.loss_log import read_table, view_log
+from gradscope.rules import SEVERITIES, rules
+from gradscope.run_view import Series, Unmeasured
+
+STEPS = 60
+run = CliRunner().invoke
+
+
+def ids(path: Path, **settings: object) -> list[str]:
+    return [finding.id for finding in diagnose(look(path, **settings)).findings]  # type: ignore[arg-type]
+
+
+def losses(of_step: object = 0.5) -> list[float]:
+    draw = np.random.default_rng(secrets.randbits(32))
+    value = of_step if callable(of_step) else lambda step: of_step
+    return [float(value(step) * draw.uniform(0.9, 1.1)) for step in range(1, STEPS + 1)]
+
+
+def write_csv(path: Path, rows: list[dict], separator: str = ",") -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in rows for name in row)), delimiter=separator)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+# ---- logs as the tools themselves write them
+
+
+def test_trainer_state_of_hugging_face(tmp_path: Path) -> None:
+    """Written by transformers itself: losses every 10 steps, evaluations in between."""
+    from transformers.trainer_callback import TrainerState
+
+    values = losses()
+    state = TrainerState()
+    for step, value in enumerate(values, 1):
+        log = {"epoch": step / 20, "grad_norm": 0.5, "learning_rate": 1e-5, "loss": value, "step": step * 10}
+        state.log_history += [log, {"epoch": step / 20, "eval_loss": 9.0, "eval_runtime": 1.0, "step": step * 10}]
+    state.save_to_json(str(tmp_path / "trainer_state.json"))
+    view = look(tmp_path / "trainer_state.json")
+    assert view.kind == "Hugging Face trainer_state.json"
+    assert view.steps["loss"].tolist() == pytest.approx(values)
+    assert view.steps["step"].tolist() == [10 * step for step in range(1, STEPS + 1)]
+    assert view.steps["lr"].tolist() == [1e-5] * STEPS
+    assert view.column("loss").recent(6).values == pytest.approx(values[-6:])
+    assert f"{STEPS} rows without a loss left out" in view.notes
+    assert not diagnose(view).findings
+
+
+def test_metrics_of_lightning(tmp_path: Path) -> None:
+    """Written by Lightning's own logger: one row per logged step, an epoch's values in rows of their own."""
+    from lightning.fabric.loggers import CSVLogger
+
+    values = losses()
+    logger = CSVLogger(root_dir=tmp_path, name="", version="", flush_logs_every_n_steps=1000)
+    for step, value in enumerate(values):
+        logger.log_metrics({"train_loss": value, "epoch": step // 20}, step=step)
+        if step % 20 == 19:
+            logger.log_metrics({"val_loss": 9.0, "epoch": step // 20}, step=step + 1000)
+    logger.save()
+    view = look(tmp_path / "metrics.csv")
+    assert view.steps["loss"].tolist() == pytest.approx(values)
+    assert view.column("loss").recent(6).where.endswith("epoch 2 (20 steps)")
+    assert any("loss read from column 'train_loss'" in note for note in view.notes)
+    assert not diagnose(view).findings
+
+
+def open_clip_log(folder: Path, values: list[float], *, params: str = "") -> Path:
+    """Through open_clip's own logging set-up, in the words of its training loop."""
+    from open_clip_train.logger import setup_logging
+
+    root = logging.root
+    before = list(root.handlers), root.level
+    setup_logging(str(folder / "out.log"), logging.INFO)
+    logging.info("Running with a single process. Device cpu.")
+    for step, value in enumerate(values):
+        logging.info(
+            f"Train Epoch: {step // 30} [{256 * (step % 30 + 1):>5}/7680 ({100 * (step % 30) / 30:.0f}%)] "
+            f"Data (t): {0.1:.3f} Batch (t): {0.5:.3f}, {512:#g}/s, {512:#g}/s/gpu LR: {5e-7:5f} Logit Scale: {14.286:.3f} "
+            f"Contrastive_loss: {value:#.5g} ({value:#.5g}) Loss: {value:#.5g} ({value:#.5g})"
+        )
+    logging.info("Eval Epoch: 1 [128 / 1000]\tClip Loss: 9.000000\t")
+    for handler in [h for h in root.handlers if h not in before[0]]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(before[1])
+    if params:
+        (folder / "params.txt").write_text(params)
+    return folder / "out.log"
+
+
+def test_out_log_of_open_clip(tmp_path: Path) -> None:
+    values = losses(0.7)
+    path = open_clip_log(tmp_path, values, params="accum_freq: 2\nbatch_size: 64\nname: run: 1\nworld_size: 2\n")
+    view = look(path)
+    assert (view.kind, view.width) == ("open_clip out.log", 256)
+    assert view.steps["loss"].tolist() == pytest.approx(values, rel=1e-4)
+    assert view.steps["step"].tolist() == [256 * step for step in range(1, STEPS + 1)]
+    assert "lr" not in view.steps, "printed to six decimals: 5e-7 would read 0.000001 or 0"
+    assert not diagnose(view).findings
+    (tmp_path / "params.txt").unlink()
+    assert look(path).width is None
+
+
+def test_an_open_clip_log_at_chance_and_one_that_prints_zero(tmp_path: Path) -> None:
+    for name, value, expected in (("chance", math.log(256), ["GS016"]), ("zero", 0.0, ["GS002", "GS004"])):
+        (tmp_path / name).mkdir()
+        path = open_clip_log(tmp_path / name, [value] * STEPS, params="batch_size: 256\n")
+        assert ids(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "column"),
+    [
+        ("plain.csv", lambda v, s: {"step": s, "loss": v}, "loss"),
+        ("plain.tsv", lambda v, s: {"iteration": s, "contrastive_loss": v, "val_loss": 9.0}, "contrastive_loss"),
+        (
+            "wandb.csv",
+            lambda v, s: {"Step": s, "run 1 - train/loss": v, "run 1 - train/loss__MIN": v, "run 1 - train/loss__MAX": 9.0},
+            "",
+        ),
+        ("tensorboard.csv", lambda v, s: {"Wall time": 1e9 + s, "Step": s, "Value": v}, "loss"),
+        (
+            "history.jsonl",
+            lambda v, s: {"_step": s, "train/clip_loss": v, "train/logit_scale": 100.0, "_runtime": 1.0},
+            "train/clip_loss",
+        ),
+        ("list.json", lambda v, s: {"global_step": s, "train_loss": v, "eval_loss": 9.0}, "train_loss"),
+    ],
+)
+def test_columns_are_guessed_and_said(name: str, rows: object, column: str, tmp_path: Path) -> None:
+    values = losses()
+    table = [rows(value, step) for step, value in enumerate(values, 1)]  # type: ignore[operator]
+    path = tmp_path / name
+    if name.endswith(".json"):
+        path.write_text(json.dumps(table))
+    elif name.endswith(".jsonl"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in table))
+    else:
+        write_csv(path, table, "\t" if name.endswith(".tsv") else ",")
+    view = look(path)
+    assert view.steps["loss"].tolist() == pytest.approx(values)
+    assert view.steps["step"].tolist() == list(range(1, STEPS + 1))
+    assert any(f"loss read from column '{column or 'run 1 - train/loss'}'" in note for note in view.notes)
+    assert not diagnose(view).findings
+
+
+def test_what_is_missing_repeated_or_not_finite_is_counted(tmp_path: Path) -> None:
+    rows: list[dict] = [{"step": step, "loss": 0.5} for step in range(1, 41)]
+    rows += [{"step": 40, "loss": 0.25}, {"step": 41, "loss": ""}, {"step": 42, "loss": "nan"}, {"step": 43, "loss": "inf"}]
+    view = look(write_csv(tmp_path / "log.csv", rows))
+    assert "1 rows without a loss left out" in view.notes
+    assert "1 rows replaced by a later one of the same step" in view.notes
+    assert view.steps.set_index("step").loc[40, "loss"] == 0.25
+    assert math.isnan(view.steps["loss"].iloc[-2])
+    assert math.isinf(view.steps["loss"].iloc[-1])
+    assert ids(tmp_path / "log.csv") == ["GS025"]
+    assert diagnose(view).findings[0].evidence[0].value == 2
+
+
+@pytest.mark.parametrize(
+    ("of_step", "settings", "expected"),
+    [
+        (1e-5, {}, ["GS003"]),
+        (1e-5, {"width": 32}, ["GS001"]),
+        (1e-5, {"width": 4096}, ["GS002"]),
+        (0.0, {}, ["GS003", "GS004"]),
+        (math.log(32) * 1.12, {"width": 32}, ["GS016"]),
+        (math.log(32) * 1.12, {}, []),  # without the width nobody can know
+        (lambda step: 0.3 if step < 30 else 3.0, {"width": 32}, ["GS029"]),
+        (lambda step: 3.0 if step % 9 == 0 else 0.3, {"width": 32}, []),  # spikes
+        (lambda step: 4.0 * 0.95**step + 0.1, {"width": 32}, []),
+    ],
+)
+def test_what_a_loss_alone_tells(of_step: object, settings: dict, expected: list[str], tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "log.csv", [{"step": step, "loss": v} for step, v in enumerate(losses(of_step), 1)])
+    assert ids(path, **settings) == expected
+
+
+def test_columns_can_be_chosen(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "log.csv", [{"n": 5 * s, "loss": 1.0, "other": 2.0} for s in range(1, 9)])
+    view = view_log(path, loss_column="other", step_column="n")
+    assert view.steps["loss"].tolist() == [2.0] * 8
+    assert view.steps["step"].tolist() == [5 * s for s in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("log.csv", "step,acc\n1,2\n", "no column that looks like a training loss: step, acc"),
+        ("log.csv", "step,loss\n1,\n2,x\n", "no number in its column 'loss'"),
+        ("notes.txt", "a quiet day\n", "is no log that is known"),
+        ("log.jsonl", '{"loss": 1}\nnot json\n', "line 2 is not JSON"),
+        ("log.json", "[1, 2]", "not a list of objects"),
+        ("steps.jsonl", '{"schema": "gradscope.steps", "version": 1}\n', "give the run directory"),
+    ],
+)
+def test_what_is_no_log_is_one_sentence(name: str, text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        look(tmp_path / name)
+
+
+def test_what_does_not_apply_is_refused(tmp_path: Path) -> None:
+    log = write_csv(tmp_path / "log.csv", [{"step": 1, "loss": 1.0}])
+    with pytest.raises(ValueError, match=re.escape("unknown column 'los'. Did you mean 'loss'")):
+        look(log, loss_column="los")
+    with pytest.raises(ValueError, match="--width is for logs of other tools"):
+        look(hand_run(tmp_path / "run"), width=16)
+    with pytest.raises(ValueError, match="neither a run nor a file"):
+        look(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="unknown rule 'GS999'"):
+        diagnose(look(log), ["GS999"])
+    with pytest.raises(ValueError, match="not a run directory"):
+        look(tmp_path)
+    (tmp_path / "bytes.log").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is not text"):
+        read_table(tmp_path / "bytes.log")
+
+
+# ---- windows
+
+
+def test_windows_are_the_last_epoch_or_the_last_so_many() -> None:
+    def series(epochs: list[float], values: list[float]) -> Series:
+        steps = np.arange(1, len(values) + 1)
+        return Series(name="x", unit="steps", missing="?", steps=steps, epochs=np.array(epochs), values=np.array(values))
+
+    nan = math.nan
+    two = series([1, 1, 1, 2, 2, 2], [0, 1, 2, 3, nan, 5])
+    assert two.whole().values.tolist() == [0, 1, 2, 3, 5]
+    assert two.recent(2).values.tolist() == [3, 5]
+    assert two.recent(4).values.tolist() == [1, 2, 3, 5]
+    assert "epoch 2 (2 steps)" in two.recent(2).where
+    assert "end of the run (4 steps)" in two.recent(4).where
+    with pytest.raises(Unmeasured, match="x has 5 steps, at least 6 are needed"):
+        two.recent(6)
+    assert two.last_epoch().values.tolist() == [3, 5]
+    unknown = series([nan] * 8, list(range(8)))
+    assert unknown.recent(2).values.tolist() == [6, 7]
+    with pytest.raises(Unmeasured, match="x is not in the log; \\?"):
+        series([], []).recent()
+
+
+def test_a_step_without_a_row_was_not_skipped(tmp_path: Path) -> None:
+    """In a loop that is not ours only probed and skipped steps are written."""
+    from gradscope.runlog import RunLog
+
+    logged = {1: 0, 4: 1, 6: 0, 9: 1}
+    with RunLog.create(tmp_path / "run", recipe_toml="", provenance={"width": 8, "loop": "not gradscope's"}) as log:
+        log.write_steps([{"step": s, "samples": 8 * s, "epoch": 1 + (s > 5), "loss": None, "skipped": k} for s, k in logged.items()])
+    every = look(tmp_path / "run").skipped()
+    assert every.steps.tolist() == list(range(1, 10))
+    assert every.values.tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert every.epochs.tolist() == [1, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
+# ---- the command
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    changes = {("saturation", "below_1e-3", "*"): 1.0, ("loss", "trained", "*"): 0.0, ("zeros", "unused.parameters", "*"): 2.0}
+    return hand_run(tmp_path / "broken", changes)
+
+
+def test_findings_are_ranked_and_said_with_their_evidence(broken: Path, tmp_path: Path) -> None:
+    healthy = hand_run(tmp_path / "healthy")
+    done = run(app, ["diagnose", str(broken), str(healthy), "--json", str(tmp_path / "out.json")])
+    assert done.exit_code == 0, done.output
+    assert [done.output.index(word) for word in ("GS024 error", "GS001 warning", "GS004 note")] == sorted(
+        done.output.index(word) for word in ("GS024 error", "GS001 warning", "GS004 note")
+    )
+    assert "1 error, 1 warning, 1 note" in done.output
+    assert "nothing found" in done.output
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert (content["schema"], content["version"]) == ("gradscope.diagnosis", 1)
+    first, second = content["runs"]
+    assert [finding["id"] for finding in first["findings"]] == ["GS024", "GS001", "GS004"]
+    assert not second["findings"]
+    for row in (first, second):
+        told = {f["id"] for f in row["findings"]} | set(row["silent"]) | set(row["unmeasured"])
+        assert told == set(rules.names())
+
+
+def test_muted_rules_are_left_out_and_said(broken: Path) -> None:
+    done = run(app, ["diagnose", str(broken), "--mute", "GS024,gs001", "--mute", "GS004"])
+    assert done.exit_code == 0
+    assert "nothing found" in done.output
+    assert "Muted: GS001, GS004, GS024." in done.output
+
+
+def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
+    done = run(app, ["diagnose", str(hand_run(tmp_path / "run", probed=False, recipe={"probe.log_grads": False}))])
+    assert "had too little to look at:" in done.output
+    assert "--log-grads" in done.output
+
+
+def test_bad_input_is_exit_code_2_and_one_line(tmp_path: Path) -> None:
+    for arguments in ([str(tmp_path / "nothing")], [], ["--mute", "GS999", str(hand_run(tmp_path / "run"))]):
+        command = [sys.executable, "-m", "gradscope.cli", "diagnose", *arguments]
+        code = "import sys; from gradscope.cli import main; sys.argv[0] = 'gradscope'; main()"
+        done = subprocess.run([command[0], "-c", code, *command[3:]], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "Traceback" not in done.stderr
+
+
+def test_the_rules_can_be_listed() -> None:
+    done = run(app, ["diagnose", "--rules"])
+    assert done.exit_code == 0
+    assert all(name in done.output for name in rules.names())
+    assert all(severity in done.output for severity in SEVERITIES)
+
+
+def test_no_torch_is_needed(broken: Path) -> None:
+    code = (
+        f"import sys; from gradscope.diagnose import look, diagnose; diagnose(look({str(broken)!r})); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
