@@ -15,7 +15,7 @@ from gradscope.cli import app, main
 from gradscope.cli.sweep import _table as sweep_table
 from gradscope.console import out as printed
 
-COMMANDS = ["train", "sweep", "eval", "compare", "probe", "caption-geometry", "figure", "demo"]
+COMMANDS = ["audit", "train", "sweep", "eval", "compare", "probe", "caption-geometry", "figure", "demo"]
 
 HELP = """
 import sys
