@@ -22,6 +22,9 @@ from gradscope.rules import SEVERITIES, Finding, rules
 from gradscope.run_view import Evidence, Unmeasured, View, view_run
 from gradscope.runlog import is_run
 
+#: What other tools call their logs.
+LOG_NAMES = ("trainer_state.json", "metrics.csv", "out.log")
+
 SCHEMA = {"schema": "gradscope.diagnosis", "version": 1}
 
 
@@ -37,14 +40,23 @@ class Diagnosis:
 
 
 def look(path: str | Path, *, loss_column: str | None = None, step_column: str | None = None, width: int | None = None) -> View:
-    """A run directory, or the log of another tool. Raises ValueError if it is neither, or if a setting does not apply."""
-    path = Path(path)
-    if path.is_dir() or is_run(path):
+    """A run directory, or the log of another tool (or the folder that holds it).
+
+    Raises ValueError if it is neither, or if a setting does not apply.
+    """
+    path = _log_within(Path(path))
+    if path.is_dir():
         given = {"--loss-column": loss_column, "--step-column": step_column, "--width": width}
         if flags := [flag for flag, value in given.items() if value is not None]:
             raise ValueError(f"{' and '.join(flags)} is for logs of other tools, and '{path}' is a directory: a run says this itself")
         return view_run(path)
     return view_log(path, loss_column=loss_column, step_column=step_column, width=width)
+
+
+def _log_within(path: Path) -> Path:
+    """The one log of a known name in a folder that is no run (an output folder of open_clip or the Trainer); else ``path`` itself."""
+    logs = [path / name for name in LOG_NAMES if (path / name).is_file()]
+    return logs[0] if len(logs) == 1 and not is_run(path) else path
 
 
 def diagnose(view: View, mute: Sequence[str] = ()) -> Diagnosis:
@@ -146,13 +158,14 @@ def _print_rest(diagnosis: Diagnosis) -> None:
     out.print(f"{looked} rules looked, {len(diagnosis.silent)} of them found nothing.", soft_wrap=True)
     if diagnosis.muted:
         out.print(f"Muted: {', '.join(diagnosis.muted)}.", soft_wrap=True)
-    reasons: dict[str, list[str]] = {}
+    if not diagnosis.unmeasured:
+        return
+    out.print(f"{len(diagnosis.unmeasured)} had too little to look at:", soft_wrap=True)
+    remedies: dict[str, list[str]] = {}
     for name, reason in diagnosis.unmeasured.items():
-        reasons.setdefault(reason, []).append(name)
-    if reasons:
-        out.print(f"{len(diagnosis.unmeasured)} had too little to look at:", soft_wrap=True)
-    for reason, names in reasons.items():
-        out.print(f"  {', '.join(names)}: {reason}", soft_wrap=True, style="dim")
+        remedies.setdefault(reason.split("; ")[-1], []).append(name)  # what would record it, where that is said
+    for remedy, names in remedies.items():
+        out.print(f"  {', '.join(names)}: {remedy}", style="dim")
 
 
 def print_rules() -> None:

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+#: What would record a reading that is not there.
+PROBE = "the probe reads it: gradscope train --log-grads, or gradscope.Probe in a loop of your own"
+
+
 class Unmeasured(Exception):
-    """What was asked for is not in the log, or not often enough. The message says what, and what would record it."""
+    """What was asked for is not in the log, or not often enough. The message says what, and after a semicolon what would record it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,7 @@ class Series:
 
     name: str
     unit: str
-    missing: str  # what would record it
+    missing: str  # what would record it, if anything is to be said of that
     steps: np.ndarray  # int [n], rising
     epochs: np.ndarray  # float [n], nan where unknown
     values: np.ndarray  # float64 [n]
@@ -100,7 +104,7 @@ class Series:
     def _window(self, chosen: np.ndarray, least: int, words: str) -> Window:
         values = self.values[chosen & np.isfinite(self.values)]
         if not len(self.values):
-            raise Unmeasured(f"{self.name} is not in the log; {self.missing}")
+            raise Unmeasured(f"{self.name} is not in the log" + (f"; {self.missing}" if self.missing else ""))
         if len(values) < max(least, 1):
             raise Unmeasured(f"{self.name} has {len(values)} {self.unit}, at least {max(least, 1)} are needed")
         return Window(values=values, where=f"{self.name}, {words} ({len(values)} {self.unit})")
@@ -164,7 +168,7 @@ class View:
         """One reading over the run."""
         name = f"reading {quantity}/{key}" + (f" of {term}" if term else "")
         chosen = self._readings.get((quantity, key, term))
-        return self._series(name, "measured batches", "the probe records it: --log-grads", chosen, "value")
+        return self._series(name, "measured batches", PROBE, chosen, "value")
 
     def directions(self, quantity: str, key: str, term: str = "") -> list[Series]:
         """``key``.i2t and ``key``.t2i."""
@@ -189,7 +193,7 @@ class View:
     def column(self, name: str) -> Series:
         """One column of the steps. A null (a step without the number) is nan."""
         chosen = self.steps if name in self.steps else None
-        return self._series(f"column {name}", "steps", f"no column {name} was logged", chosen, name)
+        return self._series(f"column {name}", "steps", "", chosen, name)
 
     def skipped(self) -> Series:
         """0/1 for every step between the first and the last that was logged. In a loop that is not ours only probed and skipped steps

@@ -123,6 +123,14 @@ def test_out_log_of_open_clip(tmp_path: Path) -> None:
     assert look(path).width is None
 
 
+def test_the_folder_of_a_log_will_do(tmp_path: Path) -> None:
+    open_clip_log(tmp_path, losses(), params="batch_size: 64\n")
+    assert look(tmp_path).path == tmp_path / "out.log"
+    write_csv(tmp_path / "metrics.csv", [{"step": 1, "loss": 1.0}])
+    with pytest.raises(ValueError, match="not a run directory"):
+        look(tmp_path)  # two logs: which one?
+
+
 def test_an_open_clip_log_at_chance_and_one_that_prints_zero(tmp_path: Path) -> None:
     for name, value, expected in (("chance", math.log(256), ["GS016"]), ("zero", 0.0, ["GS002", "GS004"])):
         (tmp_path / name).mkdir()
@@ -314,7 +322,7 @@ def test_muted_rules_are_left_out_and_said(broken: Path) -> None:
 def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
     done = run(app, ["diagnose", str(hand_run(tmp_path / "run", probed=False, recipe={"probe.log_grads": False}))])
     assert "had too little to look at:" in done.output
-    assert "--log-grads" in done.output
+    assert "gradscope.Probe" in done.output
 
 
 def test_bad_input_is_exit_code_2_and_one_line(tmp_path: Path) -> None:

@@ -124,6 +124,11 @@ BY_HAND = [
         how="training loss 0.01, validation from .52 to .40",
         more={"columns": {"loss": 0.01}, "evals": [(0, 0.50, 0.45), (20, 0.52, 0.47), (40, 0.40, 0.35)]},
     ),
+    Broken(
+        rule="GS028",
+        how="training loss 0.01, validation R@1 3 %",
+        more={"columns": {"loss": 0.01}, "evals": [(0, 0.02, 0.01), (40, 0.03, 0.02)]},
+    ),
     Broken(rule="GS029", how="loss from 0.4 to 2.5 and stays", more={"columns": {"loss": lambda step: 0.4 if step < 25 else 2.5}}),
 ]
 

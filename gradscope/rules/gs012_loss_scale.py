@@ -29,6 +29,7 @@ class LossScale:
 
     def __call__(self, view: View) -> Finding | None:
         every = view.skipped()
+        every.whole()  # raises where there is no such column
         accepted = np.flatnonzero(every.values == 0)  # before the first one the scaler looks for a factor that fits
         after = every.values[int(accepted[0]) if accepted.size else 0 :]
         if len(after) < self.least:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import ClassVar
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
-from gradscope.run_view import Evidence, Unmeasured, View
+from gradscope.run_view import PROBE, Evidence, Unmeasured, View
 
 TOWERS = ("image", "text")
 
@@ -31,7 +31,7 @@ class NoUpdate:
         rate = where_measured(lambda: self._rate(view))
         moved = self._moved(view)
         if not rate and not moved:
-            raise Unmeasured("neither the learning rate nor the size of the update is in the log; the probe records it: --log-grads")
+            raise Unmeasured(f"neither the learning rate nor the size of the update is in the log; {PROBE}")
         still = bool(moved) and max(e.value for e in moved) < self.ratio
         if not still and not (rate and rate[0].value == 0):
             return None

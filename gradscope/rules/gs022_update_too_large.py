@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
 from gradscope.rules.gs021_no_update import TOWERS
-from gradscope.run_view import Evidence, Unmeasured, View
+from gradscope.run_view import PROBE, Evidence, Unmeasured, View
 
 
 @rules.register("GS022")
@@ -29,7 +29,7 @@ class UpdateTooLarge:
     def __call__(self, view: View) -> Finding | None:
         moved = [evidence for tower in TOWERS for evidence in where_measured(partial(self._ratio, view, tower))]
         if not moved:
-            raise Unmeasured('the size of the update was not read; the set "full" of the probe records it: --log-grads')
+            raise Unmeasured(f"the size of the update is not in the log; {PROBE}")
         if max(evidence.value for evidence in moved) < self.ratio:
             return None
         return found(

@@ -1,8 +1,8 @@
-"""GS028: the training loss is near 0 and the validation has fallen.
+"""GS028: the training loss is near 0 and the validation is not what it was, or poor.
 
 Evidence   the median training loss of the last epoch is at most a tenth of ln(width), and validation R@1 (mean of both directions) is
-           below the lower end of the 95 % interval of its best, earlier value.
-Cause      memorised training pairs, or updates that only move the embeddings of batches that were solved already.
+           below the lower end of the 95 % interval of its best, earlier value; or the loss is under a hundredth and R@1 under 10 %.
+Cause      memorised training pairs; updates that only move batches that were solved already; or batches far easier than the gallery.
 Silent     fewer than ``least`` logged losses; fewer than two validations, or none with intervals; a fall within the interval.
 Mislead    two validations of one run use the same queries: the interval is wider than that of their difference, so this is cautious.
 """
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Overfit:
     id: ClassVar[str] = "GS028"
-    title: ClassVar[str] = "The loss is near 0 and the validation has fallen"
+    title: ClassVar[str] = "The loss is near 0 and the validation has fallen, or is poor"
     severity: ClassVar[str] = "error"
     loss: float = 0.1
+    solved: float = 0.01
+    poor: float = 0.1
     least: int = MEASURED
 
     def __call__(self, view: View) -> Finding | None:
@@ -34,7 +36,10 @@ class Overfit:
         values, lows = recall["value"].tolist(), recall["low"].tolist()
         at = max(range(len(values) - 1), key=values.__getitem__)
         best, last = int(recall["step"].iloc[at]), int(recall["step"].iloc[-1])
-        if loss.median() > self.loss * view.chance or values[-1] >= lows[at]:
+        level = loss.median() / view.chance
+        fallen = level <= self.loss and values[-1] < lows[at]
+        poor = level <= self.solved and values[-1] < self.poor
+        if not fallen and not poor:
             return None
         return found(
             self,
@@ -44,11 +49,17 @@ class Overfit:
             Evidence(what="validation R@1 now", value=values[-1], unit="share", where=f"evals.jsonl, step {last}"),
             cause="The batches are solved and the gallery is not: what is still updated does not carry over, or undoes "
             "what was pretrained.",
-            action=f"Use the checkpoint of step {best}{' (the start: do not fine-tune like this)' if best == 0 else ''}; then a "
-            "lower --lr, fewer --epochs, a wider softmax (--accumulate-mode cached), or --freeze for one tower.",
+            action=self._action(best, fallen),
             effect="Validation R@1 stays at or above its start.",
             verify="gradscope compare of the two checkpoints on the test split, with intervals.",
         )
+
+    def _action(self, best: int, fallen: bool) -> str:
+        if not fallen:
+            return "A wider softmax (--accumulate-mode cached) or harder batches: these are solved, the gallery is not."
+        start = " (the start: do not fine-tune like this)" if best == 0 else ""
+        retry = "a lower --lr, fewer --epochs, a wider softmax (--accumulate-mode cached), or --freeze for one tower"
+        return f"Use the checkpoint of step {best}{start}; then {retry}."
 
 
 def _recall(view: View) -> pd.DataFrame:
