@@ -36,6 +36,8 @@ class EmbeddingSource:
         self.token_ids: Tensor | None = None
         #: Rows that the last forward pass of the model with gradient made; 0 if not known.
         self.rows = 0
+        #: What autocast computed in when the model was called, if it was on.
+        self.dtype: torch.dtype | None = None
         self.told = False
         self.left_out = 0  # columns of hard negatives
         self._undo: list[Callable[[], Any]] = []
@@ -140,7 +142,11 @@ class EmbeddingSource:
         self._tell(None if passive() else found.in_output(output), lambda _: True)
 
     def _inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        ids = None if passive() else found.token_ids(args, kwargs)
+        if passive():
+            return
+        device = next((value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), "cpu")
+        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        ids = found.token_ids(args, kwargs)
         self.token_ids = self.token_ids if ids is None else ids
 
     def _count_rows(self, module: nn.Module, args: Any, output: Any) -> None:

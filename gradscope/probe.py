@@ -46,6 +46,10 @@ from gradscope.types import DIRECTIONS, Embeddings, Reading
 UNSEEN_EVERY = 100
 
 
+#: How precisions are called here.
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
 class Probe:
     """Attaches to a training loop, reads, detaches. Use it as a context manager, or call ``attach`` and ``detach``.
 
@@ -66,6 +70,8 @@ class Probe:
         second_backward: also take the full-parameter gradient of the objective that is not trained (one more backward; set "full").
         gather: whether the softmax is over all ranks; None takes it from the loss module (``world_size``, ``gather_across_devices``).
         scale_max: the clamp of a learned scale.
+        precision: of the towers, "fp32", "bf16" or "fp16", where a library turns autocast on inside the model's forward; None takes
+            what is on when the model is called.
         first_step: the number of the next step; above 1 the run in ``output`` is continued.
 
     Raises:
@@ -89,6 +95,7 @@ class Probe:
         second_backward: bool = False,
         gather: bool | None = None,
         scale_max: float | None = None,
+        precision: str | None = None,
         first_step: int = 1,
     ) -> None:
         _check(every, trained, margin, directions or DIRECTIONS, second_backward, probe_set, first_step)
@@ -118,6 +125,7 @@ class Probe:
         if second_backward and self.reader.sharded:
             raise ValueError("second_backward needs whole parameters, and these are sharded (FSDP); leave it out")
         self.gather = gather
+        self.precision = precision
         self.epoch = 1
         #: Readings of the last probed step: (quantity, term, key) -> value.
         self.last: dict[tuple[str, str, str], Any] = {}
@@ -275,9 +283,8 @@ class Probe:
         if self._normalise is None:
             self._normalise = not (found.unit_rows(seen.image) and found.unit_rows(seen.text))
         self.reader.normalise = self._normalise
-        self.reader.half = torch.float16 in (seen.image.dtype, torch.get_autocast_dtype(seen.image.device.type)) and (
-            seen.image.dtype == torch.float16 or torch.is_autocast_enabled(seen.image.device.type)
-        )
+        self._log.precision = self.precision or NAMES.get(self._source.dtype or seen.image.dtype, "fp32")
+        self.reader.half = self._log.precision == "fp16"
         embeddings = Embeddings(image=seen.image, text=seen.text, scale=scale.to(seen.text.device))
         ids = seen.token_ids if seen.token_ids is not None else self._source.token_ids
         ids = ids if ids is not None and len(ids) == len(seen.text) else None
@@ -383,7 +390,9 @@ class Probe:
             self.last = {(row["quantity"], row["term"], row["key"]): row["value"] for row in rows}
         loss_scale = None if self.scaler is None else float(self.scaler.get_scale()) if rows or skipped else None
         facts = {"seconds": now - self._ended, "probe_seconds": sum(self.reader.seconds.values()), "micro_batches": self._micro}
-        self._log.write(self._index, self._samples, self.epoch, rows, skipped=skipped, loss_scale=loss_scale, facts=facts)
+        optimizer = self.reader.optimizer
+        lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None and (rows or skipped) else None
+        self._log.write(self._index, self._samples, self.epoch, rows, skipped=skipped, loss_scale=loss_scale, lr=lr, facts=facts)
         for failure in self.reader.failures:
             console.print(failure, style="yellow", markup=False)
             self._log.say(failure)

@@ -18,16 +18,20 @@ from gradscope.runlog import RunLog
 
 
 class ProbeLog:
-    """Rows to a run directory, by rank 0; without ``output`` nothing is written. ``width`` is set before the first row."""
+    """Rows to a run directory, by rank 0; without ``output`` nothing is written.
+
+    ``width`` and ``precision`` (of the towers: fp32, bf16 or fp16) are set before the first row.
+    """
 
     def __init__(
         self, output: str | Path | None, probe_set: str, trained: str, gamma: float, margin: str, every: int, first_step: int
     ) -> None:
         self.output = None if output is None or distributed.rank() else Path(output)
         self.width = 0
+        self.precision = ""
         self.first_step = first_step
         self.trained = trained
-        self._tables = {
+        self._tables: dict[str, dict[str, Any]] = {
             "data": {"name": "the loop's own"},
             "objective": {"name": trained or "other", "gamma": gamma, "margin": margin},
             "probe": {"log_grads": True, "every": every, "set": probe_set},
@@ -40,6 +44,7 @@ class ProbeLog:
     def _opened(self) -> RunLog | None:
         if self._log is None and self.output is not None:
             facts = provenance(width=self.width, loop="not gradscope's")
+            self._tables["train"] = {"precision": self.precision, "batch_size": self.width}
             if self.first_step > 1:
                 self._log = RunLog.reopen(self.output, step=self.first_step - 1, provenance=facts)
             else:
@@ -58,6 +63,7 @@ class ProbeLog:
         *,
         skipped: int,
         loss_scale: float | None,
+        lr: float | None,
         facts: Mapping[str, float],
     ) -> None:
         """The readings of one step and its step row; nothing for a step that was neither probed nor skipped.
@@ -70,7 +76,7 @@ class ProbeLog:
         values = {(row["quantity"], row["term"], row["key"]): row["value"] for row in readings}
         row = {"step": step, "samples": samples, "epoch": epoch, "loss": values.get(("loss", self.trained or "infonce", "trained"))}
         row |= {"scale": values.get(("scale", "", "value")), "grad_norm": values.get(("accumulation", "total", "norm"))}
-        log.write_steps([{**row, "loss_scale": loss_scale, "skipped": skipped, **facts}])
+        log.write_steps([{**row, "lr": lr, "loss_scale": loss_scale, "skipped": skipped, **facts}])
 
     def say(self, line: str) -> None:
         """A line for the run's console log; kept until there is one."""

@@ -38,7 +38,9 @@ class ProbeCallback(TrainerCallback):
         optimizer = kwargs["optimizer"]  # accelerate's wrapper, which holds the loss scale too
         inner = getattr(optimizer, "optimizer", optimizer)
         scaler = getattr(optimizer, "scaler", None)
-        self.probe = Probe(kwargs["model"], loss=self._loss, optimizer=inner, scaler=scaler, **self._settings)
+        precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
+        settings = {"precision": precision, **self._settings}
+        self.probe = Probe(kwargs["model"], loss=self._loss, optimizer=inner, scaler=scaler, **settings)
         self.probe.attach()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -21,6 +21,9 @@ except ImportError as error:
 
 from gradscope.probe import Probe
 
+#: Lightning's words for half precision -> ours.
+PRECISIONS = {"16-mixed": "fp16", "16-true": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16"}
+
 
 class ProbeCallback(Callback):
     """Reads a Lightning run.
@@ -51,7 +54,7 @@ class ProbeCallback(Callback):
             loss=self._loss(pl_module) if self._loss else None,
             optimizer=trainer.optimizers[0],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            **self._settings,
+            **{"precision": PRECISIONS.get(str(trainer.precision)), **self._settings},
         )
         self.probe.attach()
 

@@ -4,7 +4,7 @@ A quantity is a frozen dataclass with two class variables beside its settings:
     phase    "batch" (after the measured batch's backward), "step" (after the last backward), "update" (after the optimizer's step)
     tier     the smallest named set that holds it; each set holds the smaller ones too
                  loss       what the scores of the measured batch say; no pass over the parameters
-                 default    plus the captions, and one pass over the averaged gradient
+                 default    plus the captions, the zeros up to the embeddings, and one pass over the averaged gradient
                  full       everything: the full gradient by objective, the optimizer's state, the update, geometry
 and, where it needs more than that, ``needs``: "before" (a copy of the parameters ahead of the update), "param_grads" (the heads'
 gradients over all parameters).

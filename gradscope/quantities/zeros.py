@@ -35,7 +35,7 @@ from gradscope.types import Head, Reading, Step
 @dataclass(frozen=True, kw_only=True)
 class Zeros:
     phase: ClassVar[str] = "batch"
-    tier: ClassVar[str] = "full"
+    tier: ClassVar[str] = "default"
 
     def __call__(self, step: Step) -> list[Reading]:
         readings = []
