@@ -20,7 +20,7 @@ from gradscope.watch import Panel
 
 Show = Callable[[int, dict[str, Any]], None]
 
-SHARE = 0.01  # of the time that the live view may take
+SHARE = 0.01  # of the time that drawing may take
 
 
 def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, kernels: str, facts: dict[str, Any]) -> str:
@@ -78,7 +78,7 @@ def _bar(total: int, first: int) -> Iterator[Show]:
 
 @contextmanager
 def _panel(run: Path) -> Iterator[Show]:
-    """Drawn from what the run has written, as another process would; at most ``SHARE`` of the time goes into it."""
+    """Drawn from what the run has written, as another process would; about ``SHARE`` of the time goes into it."""
     following = Following(run)
     panel = Panel(following)
     due = 0.0
@@ -97,6 +97,7 @@ def _panel(run: Path) -> Iterator[Show]:
                 live.stop()
                 console.print(f"the live view failed, training goes on: {type(error).__name__}: {error}", style="yellow")
                 return
-            due = time.monotonic() + max(0.25, (time.monotonic() - start) / SHARE)
+            end = time.monotonic()
+            due = end + max(0.25, (end - start - panel.looking) / SHARE)  # looking for findings has a pace of its own
 
         yield show

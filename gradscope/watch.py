@@ -40,6 +40,7 @@ class Panel:
         self._findings: list[tuple[str, str, str]] = []
         self._note = "none yet"
         self._next_look = 0.0
+        self.looking = 0.0  # seconds that the last drawing spent on findings
 
     def draw(self, width: int, height: int) -> RenderableType:
         """The panel for a console of ``width`` columns; in less than ``TALL`` lines, only what matters most."""
@@ -61,7 +62,7 @@ class Panel:
 
     def _look(self) -> None:
         """Runs the rules again, unless that would take more than a hundredth of the time."""
-        now = time.monotonic()
+        now, self.looking = time.monotonic(), 0.0
         if now < self._next_look or not self.following.terms():
             return
         from gradscope.diagnose import diagnose
@@ -72,7 +73,8 @@ class Panel:
             self._findings, self._note = [(finding.id, finding.severity, finding.title) for finding in found], "none"
         except Exception as error:  # the view goes on, and says so
             self._findings, self._note = [], f"could not be looked for ({type(error).__name__}: {error})"
-        self._next_look = now + max(10.0, 100 * (time.monotonic() - now))
+        self.looking = time.monotonic() - now
+        self._next_look = now + max(10.0, 100 * self.looking)
 
     def _found(self, most: int) -> RenderableType:
         from rich.table import Table

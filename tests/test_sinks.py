@@ -308,11 +308,13 @@ def test_kill_9_and_resume_continue_each_sink_without_a_step_twice_or_missing(ru
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     ids = {name: entry["id"] for name, entry in json.loads((path / STATE).read_text()).items()}
     with RunLog.reopen(path, step=4, provenance={}) as log:
-        for feed in open_feeds(ALL, path, {}, say=pytest.fail):
+        said: list[str] = []
+        for feed in open_feeds(ALL, path, {}, say=said.append):
             log.listen(feed)
         for step in range(5, 11):
             write(log, step)
         log.finish()
+    assert [line.split(":")[0] for line in said] == [f"sink {name}" for name in ALL.split(",")]
     assert ids == {name: entry["id"] for name, entry in json.loads((path / STATE).read_text()).items()}
     expected = expected_curves(path, everything=False)
     assert [step for step, _ in expected["train/loss"]] == list(range(1, 11))
@@ -326,7 +328,7 @@ def test_kill_9_and_resume_continue_each_sink_without_a_step_twice_or_missing(ru
 class Broken:
     """A dashboard whose server comes and goes."""
 
-    id = "x"
+    id = where = "x"
 
     def __init__(self) -> None:
         self.got: list[Point] = []

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradscope.console import console, out
+from gradscope.console import out
 
 
 def export(
@@ -45,11 +45,12 @@ def _replay(runs: list[Path], names: str, everything: bool) -> None:
     from gradscope.sinks.feed import replay
 
     for path in runs:
-        said: list[str] = []
-        for name, rows in replay(path, names, everything=everything, say=said.append).items():
-            out.print(f"{path} to {name}: {rows} new rows", soft_wrap=True)
-        for line in said:
-            console.print(line, style="yellow", soft_wrap=True)
+        for name, rows in replay(path, names, everything=everything, say=_say).items():
+            _say(f"{path} to {name}: {rows} new rows")
+
+
+def _say(line: str) -> None:
+    out.print(line, soft_wrap=True)
 
 
 def _write(runs: list[Path], path: Path, table: str, wide: bool) -> None:
@@ -61,6 +62,6 @@ def _write(runs: list[Path], path: Path, table: str, wide: bool) -> None:
     check_target(path)
     made = wide_table(runs) if wide else long_table(runs, table)
     write(made, path)
-    out.print(f"wrote {path}: {len(made.rows)} rows, {len(made.columns)} columns", soft_wrap=True)
+    _say(f"wrote {path}: {len(made.rows)} rows, {len(made.columns)} columns")
     if made.left_out:
-        out.print(f"lists have no place in a wide table, and are in the long one: {', '.join(made.left_out)}", soft_wrap=True)
+        _say(f"lists have no place in a wide table, and are in the long one: {', '.join(made.left_out)}")

@@ -37,9 +37,10 @@ class Destination:
 
 
 class Sink(Protocol):
-    """One opened run of one dashboard."""
+    """One opened run of one dashboard; ``where`` tells the user how to see it."""
 
     id: str
+    where: str
 
     def write(self, points: Sequence[Point]) -> None:
         """Sends the points, in order; may raise whatever its library raises."""

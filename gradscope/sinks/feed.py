@@ -101,6 +101,7 @@ def open_feeds(
             raise ValueError(
                 f"sink '{name}' cannot be opened ({type(error).__name__}: {words}); mend that, or leave it out."
             ) from error
+        say(f"sink {name}: {sink.where}")
         feeds.append(Feed(name, sink, path, everything=everything, say=say))
     return feeds
 

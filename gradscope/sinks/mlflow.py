@@ -48,6 +48,7 @@ class Mlflow:
 class MlflowRun:
     def __init__(self, client: Any, id: str) -> None:
         self.id = id
+        self.where = f"run {id} at {client.tracking_uri}"
         self._client = client
 
     def write(self, points: Sequence[Point]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,12 +29,13 @@ class TensorBoard:
     def __call__(self, run: Destination) -> EventFiles:
         from torch.utils.tensorboard import SummaryWriter
 
-        return EventFiles(SummaryWriter(str(run.path / FOLDER)))
+        return EventFiles(SummaryWriter(str(run.path / FOLDER)), run.path)
 
 
 class EventFiles:
-    def __init__(self, writer: Any) -> None:
+    def __init__(self, writer: Any, path: Path) -> None:
         self.id = FOLDER
+        self.where = f"tensorboard --logdir {path}"
         self._writer = writer
 
     def write(self, points: Sequence[Point]) -> None:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -51,6 +52,7 @@ def _write_often(settings: Any) -> dict[str, Any]:
 class WandbRun:
     def __init__(self, run: Any) -> None:
         self.id = str(run.id)
+        self.where = run.url or f"offline; wandb sync {Path(run.dir).parent}"
         self._run = run
 
     def write(self, points: Sequence[Point]) -> None:
