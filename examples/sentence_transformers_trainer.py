@@ -15,27 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gradscope.adapters.huggingface import ProbeCallback
 
-WORDS = [
-    "unknown",
-    "red",
-    "green",
-    "blue",
-    "old",
-    "new",
-    "small",
-    "large",
-    "wooden",
-    "round",
-    "square",
-    "door",
-    "chair",
-    "lamp",
-    "table",
-    "window",
-    "bridge",
-    "boat",
-    "house",
-]
+COLOURS, THINGS = ("red", "green", "blue"), ("chair", "lamp", "table", "window", "bridge", "boat", "house", "door")
+WORDS = ("unknown", "the", "a", "that", "is", *COLOURS, *THINGS)
 
 
 def main(output: str) -> None:
@@ -43,8 +24,7 @@ def main(output: str) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="unknown"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=32)], device="cpu")
-    colours, things = WORDS[1:4], WORDS[11:]
-    rows = [(f"the {colour} {thing}", f"a {thing} that is {colour}") for colour in colours for thing in things] * 8
+    rows = [(f"the {colour} {thing}", f"a {thing} that is {colour}") for colour in COLOURS for thing in THINGS] * 8
     data = Dataset.from_dict({"anchor": [a for a, _ in rows], "positive": [b for _, b in rows]})
     loss = losses.MultipleNegativesRankingLoss(model)
     arguments = SentenceTransformerTrainingArguments(
