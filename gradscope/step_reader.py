@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gradscope.distributed import is_sharded, local, world
+from gradscope.cadence import Cadence, Ledger
+from gradscope.distributed import is_sharded, largest, local, world
 from gradscope.encoders.reach import plain_name
 from gradscope.frameworks.clip import total_loss
 from gradscope.metrics.gradients import agreement_and_factor, norm_over_ranks
@@ -107,6 +108,7 @@ class StepReader:
         trained: the name of the objective that is minimised; "" if that is neither of them, or not known.
         quantities: name -> component; see ``gradscope.quantities.quantity_set``.
         every: probe steps 1, 1 + every, 1 + 2 every, ... May be changed between steps.
+        budget: share of a plain step's time that the probe may take; then ``every`` is the densest cadence (see ``gradscope.cadence``).
         second_backward: whether an objective that is not trained gets its full-parameter gradient (one more backward pass each).
         structural: token ids [N, L] -> parameter name -> bool [rows] that these ids cannot reach.
         directions: those the loss averages over.
@@ -121,6 +123,7 @@ class StepReader:
     trained: str
     quantities: dict[str, Quantity]
     every: int
+    budget: float | None = None
     second_backward: bool = True
     structural: Callable[[Tensor], Mapping[str, Tensor]] | None = None
     directions: tuple[str, ...] = DIRECTIONS
@@ -137,6 +140,10 @@ class StepReader:
     _due: bool = False
     _ours: bool = False
     _copies: list[Tensor] = field(default_factory=list)
+    _probed: bool = False
+    _next: int = 1
+    _ledger: Ledger = field(default_factory=Ledger)
+    _cadence: Cadence | None = None
     _opened: _Open | None = None
     _replayed: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
@@ -144,13 +151,14 @@ class StepReader:
         parameters = trainable(self.model)
         self.names, self.parameters = [plain_name(name) for name in parameters], list(parameters.values())
         self.frozen_entries = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
+        self._cadence = None if self.budget is None else Cadence(budget=self.budget, densest=self.every)
 
     # ---- the schedule
 
     def begin(self, index: int, samples: int) -> None:
         """Opens step ``index`` (1-based); ``samples`` were seen before it."""
-        self._due = (index - 1) % self.every == 0
-        self._index, self._samples = index, samples
+        self._due = (index - 1) % self.every == 0 if self._cadence is None else index >= self._next
+        self._index, self._samples, self._probed = index, samples, False
         self._step, self._readings, self.seconds = None, [], {}
 
     @property
@@ -238,7 +246,7 @@ class StepReader:
             own_grad: whether the backward to come is of this whole batch; if not (a loop that caches), no gradient over the
                 parameters belongs to it.
         """
-        self._due, self._ours = False, bool(terms)  # this is the measured batch, even if reading it fails
+        self._due, self._probed, self._ours = False, True, bool(terms)  # this is the measured batch, even if reading it fails
         alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
         try:
             known = self._known(embeddings, observed, alone)
@@ -533,6 +541,33 @@ class StepReader:
         ]
         return rows
 
+    def ended(self, seconds: float) -> list[dict[str, Any]]:
+        """At the very end of a step that took so long: rows on what observing costs, [] unless the step was probed.
+
+        ``share`` is of the block of steps that this one ended; ``every`` is the cadence from here on, where a budget changed it. With a
+        budget a probed step ends in a collective: every rank must call this.
+        """
+        inside = sum(self.seconds.values())
+        if not self._probed:
+            self._ledger.add(seconds, inside)
+            return []
+        block, self._ledger = self._ledger, Ledger()
+        self._ledger.add(seconds, inside)
+        rows = [self._cost("share", block.share, "share of plain time")] if block.steps else []
+        if self._cadence is not None:
+            plain = (block.plain + self._ledger.plain) / (block.steps + 1)
+            chosen = self._cadence.after_probe(self._agreed(inside / plain if plain > 0 else 0.0))
+            rows += [self._cost("every", chosen.every, "steps")] if chosen is not self._cadence else []
+            self._cadence, self._next = chosen, self._index + chosen.every
+        return rows
+
+    def _agreed(self, cost: float) -> float:
+        """The largest over ranks, so that all look at the same steps."""
+        return float(largest(torch.tensor(cost, dtype=torch.float64, device=self.parameters[0].device)))
+
+    def _cost(self, key: str, value: float, unit: str) -> dict[str, Any]:
+        return {"step": self._index, "quantity": "probe", "term": "", "key": key, "value": value, "unit": unit, "stamps": ""}
+
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -545,7 +580,8 @@ class StepReader:
 def to_rows(readings: Sequence[Reading], index: int, stamps: str) -> list[dict[str, Any]]:
     """Readings -> plain rows. Every tensor travels in one float64 vector."""
     tensors = [r.value.detach().double().flatten() for r in readings if isinstance(r.value, Tensor)]
-    values = torch.cat(tensors).tolist() if tensors else []
+    place = next((t.device for t in tensors if t.device.type != "cpu"), None)  # a count of captions may have stayed on the host
+    values = torch.cat([t if place is None else t.to(place, non_blocking=True) for t in tensors]).tolist() if tensors else []
     rows, at = [], 0
     for reading in readings:
         value: Any = reading.value
