@@ -53,7 +53,11 @@ def pivots(table: DataFrame) -> list[Table]:
     norm; and, where there are any, the share of exact zeros."""
     tables = [
         _pivot(table, "Batches with a true loss under 1e-3, %, by width", table["below_1e-3"].map(_percent)),
-        _pivot(table, "log10 of the gradient norm at the embeddings, median batch", table["log10_gradient"].map("{:.1f}".format)),
+        _pivot(
+            table,
+            "log10 of the gradient norm at the embeddings, median batch",
+            (table["log10_gradient"].round(1) + 0.0).map("{:.1f}".format),
+        ),
     ]
     if (table["zero_share"] >= 0.005).any():
         tables.append(_pivot(table, "Exactly zero entries of that gradient, %", table["zero_share"].map(_percent)))
@@ -94,11 +98,11 @@ def _clauses(arm: DataFrame) -> list[str]:
     stopped = arm["below_1e-3"] >= STOPPED
     floorless = bool(arm["below_1e-3"].isna().all()) and not lost
     if floorless:
-        said.append("its loss has no floor at 0 and its pull never fades, so it stops nowhere, also where nothing is left to learn")
+        said.append("its loss has no floor at 0 and its pull never fades, so it never stops, not even where nothing is left to learn")
     elif stopped.any():
         said.append(f"stops teaching {_where(arm, stopped)}")
     elif not lost:
-        said.append("teaches at every scale and width of the grid")
+        said.append("stops nowhere in the grid")
     further = {
         "would teach, but half of its gradient or more is exactly 0": (arm["zero_share"] >= ZEROED) & ~stopped,
         "its gradient overflows in some batches (a gradient scaler would skip them and halve the loss scale)": arm["overflow"] > 0,
