@@ -1,7 +1,8 @@
 """Zero accounting of an encoder, or of a run as it stands, on one batch of a data set.
 
 A run brings what it trains with: its frozen parameters, its objective (unless another is named), its token term and the state of its
-optimizer. Any other encoder is read as if fine-tuning were about to start: everything trains, and no second moment exists yet.
+optimizer. Any other encoder, a checkpoint's folder included, is read as if fine-tuning were about to start: everything trains, and no
+second moment exists yet.
 The towers are in training mode, as they are when a gradient is taken.
 
 How it can mislead: one batch, the first of a shuffle; structural zeros shrink with the number of captions a step sees.

@@ -40,9 +40,9 @@ def _remedy(found: Accounting, total: Tally) -> str:
         return "Nothing here speaks of precision or saturation."
     if not underflow:
         return "A loss scale cannot give these entries a direction worth having: widen the softmax, or change the objective."
+    if not total.comes_back:
+        return "No loss scale brings any of the dtype underflow back."
     back = _share(total.comes_back, underflow)
-    if found.exponent is None:
-        return "No loss scale is possible: already a factor of 1 overflows somewhere."
     return f"With the largest loss scale that overflows nowhere, 2^{found.exponent}, {back} of the dtype underflow would come back."
 
 

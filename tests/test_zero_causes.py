@@ -556,6 +556,17 @@ def test_without_an_adam_nothing_is_claimed() -> None:
     assert fresh.total().invisible == {"squared_underflow": 1, "eps_dominated": 2, "stale": 0}
 
 
+def test_the_sentence_names_causes_and_what_a_loss_scale_would_do() -> None:
+    says = lambda *pairs, **more: explanation(account(Factors(list(pairs)), run_alone, **more))  # noqa: E731
+    assert says(ALIVE) == "None of 1 entries is without a gradient."
+    assert says(ALIVE, NEVER).startswith("50 % of 2 entries have no gradient. Of these, 100 % are zero in every pass. Nothing here")
+    assert "With the largest loss scale that overflows nowhere, 2^127, 50 %" in says(ALIVE, TOO_SMALL, HOPELESS)
+    assert "No loss scale brings any" in says(ALIVE, HOPELESS)
+    assert "widen the softmax, or change the objective" in says(ALIVE, TOO_SMALL, dtype=torch.bfloat16)
+    assert "Of the non-zero entries, 50 % are small against Adam's eps" in says(ALIVE, (1e-9, 1.0), NEVER)
+    assert "66.67 % of all entries are inf or nan" in says((1e38, 1.0), (-1e38, 1.0), NEVER, loss_scale=1024.0)
+
+
 # ---- the quantity
 
 
