@@ -14,7 +14,7 @@ MEANING = {
     "unused": "belong to parameters that the loss does not reach",
     "structural": "are structural: this batch cannot reach them",
     "dead_unit": "belong to dead units",
-    "dtype_underflow": "are too small for this pass's dtype",
+    "dtype_underflow": "are lost in this pass's dtype",
     "saturation_underflow": "are too small even for the next wider dtype: the objective is saturated",
     "unexplained": "are zero in every pass",
 }
@@ -41,9 +41,12 @@ def _remedy(found: Accounting, total: Tally) -> str:
     if not underflow:
         return "A loss scale cannot give these entries a direction worth having: widen the softmax, or change the objective."
     if not total.comes_back:
-        return "No loss scale brings any of the dtype underflow back."
+        return "No loss scale brings any of the dtype underflow back: it is rounding, or lies beyond every factor."
     back = _share(total.comes_back, underflow)
-    return f"With the largest loss scale that overflows nowhere, 2^{found.exponent}, {back} of the dtype underflow would come back."
+    rest = "" if total.comes_back == underflow else "; the rest is rounding, or lies beyond every factor"
+    return (
+        f"With the largest loss scale that overflows nowhere, 2^{found.exponent}, {back} of the dtype underflow would come back{rest}."
+    )
 
 
 def _unseen(total: Tally) -> str:

@@ -248,7 +248,7 @@ def test_fp16_underflow_of_everything_is_not_taken_for_dead_units() -> None:
     reached = sum(p.numel() for p in model.parameters()) - sum(STRUCTURE.values())
     assert found.total().zeros == zeros(**STRUCTURE, dtype_underflow=reached)
     assert found.total().comes_back == reached
-    assert "too small for this pass's dtype" in explanation(found)
+    assert "lost in this pass's dtype" in explanation(found)
     rescued = account(model, shrunk(1e-9), dtype=torch.float16, loss_scale=2.0**found.exponent)
     assert rescued.total().zeros == zeros(**STRUCTURE)
     assert rescued.total().non_finite == 0
@@ -560,8 +560,10 @@ def test_the_sentence_names_causes_and_what_a_loss_scale_would_do() -> None:
     says = lambda *pairs, **more: explanation(account(Factors(list(pairs)), run_alone, **more))  # noqa: E731
     assert says(ALIVE) == "None of 1 entries is without a gradient."
     assert says(ALIVE, NEVER).startswith("50 % of 2 entries have no gradient. Of these, 100 % are zero in every pass. Nothing here")
-    assert "With the largest loss scale that overflows nowhere, 2^127, 50 %" in says(ALIVE, TOO_SMALL, HOPELESS)
-    assert "No loss scale brings any" in says(ALIVE, HOPELESS)
+    assert "With the largest loss scale that overflows nowhere, 2^127, 50 % of the dtype underflow would come back; the rest" in says(
+        ALIVE, TOO_SMALL, HOPELESS
+    )
+    assert "No loss scale brings any of the dtype underflow back: it is rounding" in says(ALIVE, HOPELESS)
     assert "widen the softmax, or change the objective" in says(ALIVE, TOO_SMALL, dtype=torch.bfloat16)
     assert "Of the non-zero entries, 50 % are small against Adam's eps" in says(ALIVE, (1e-9, 1.0), NEVER)
     assert "66.67 % of all entries are inf or nan" in says((1e38, 1.0), (-1e38, 1.0), NEVER, loss_scale=1024.0)

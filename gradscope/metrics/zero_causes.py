@@ -6,7 +6,8 @@ Table A, exact zeros, disjoint, first match wins:
     structural             the batch cannot reach the entry: the row of an id that does not occur, a position behind every end of text,
                            or the bias of attention keys, which shifts all logits of a softmax alike and so has gradient 0 in theory
     dead_unit              a unit of a layer whose activation, or whose upstream gradient, is zero for the whole batch
-    dtype_underflow        non-zero in the next wider dtype
+    dtype_underflow        non-zero in the next wider dtype; those that the factor 2^k brings back were below the range of this one, the
+                           others were rounded away in a sum, or lie beyond every factor
     saturation_underflow   zero in the next wider dtype too, non-zero when the loss is multiplied by 2^k before backward in the same
                            dtype, or (half precision) in float64
     unexplained            zero in every pass
