@@ -85,10 +85,10 @@ def _pivot(table: DataFrame, title: str, cells: Series[str]) -> Table:
 
 
 def _setting(table: DataFrame, precision: str, loss_scale: float) -> str:
-    words = [precision] if table["precision"].nunique() > 1 else []
-    if table["loss_scale"].nunique() > 1:
-        words.append(f"loss scale {loss_scale:g}")
-    return ", ".join(words)
+    """ "fp16", or "fp16@65536" with a loss scale; nothing where the table has one setting only."""
+    if len(table[["precision", "loss_scale"]].drop_duplicates()) == 1:
+        return ""
+    return precision if loss_scale == 1 else f"{precision}@{loss_scale:g}"
 
 
 def _clauses(arm: DataFrame) -> list[str]:

@@ -1,7 +1,7 @@
 """Where an objective stops teaching: the share of batches under 1e-3 over scale and softmax width, one panel per objective.
 
-Beside it, as a figure of its own, the gradient norm at the embeddings against the width. Both are drawn from the table that
-`gradscope what-if --output` writes; its columns are explained in `gradscope.whatif`. Source: paper facts, section 7.7.
+Beside it, as a figure of its own, the gradient norm at the embeddings (median batch) against the width. Both are drawn from the table
+that `gradscope what-if --output` writes; its columns are explained in `gradscope.whatif`. Source: paper facts, section 7.7.
 
 How to read it: a dark cell has stopped. Dark on the left and pale on the right is a narrow softmax, which a wider one repairs without
 any margin; dark up to the right edge is a set too easy for that objective at that scale. How it can mislead: the rows are those of one
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: Columns that the two figures draw.
 CELL = ["objective", "precision", "loss_scale", "scale", "width", "batches"]
 _COLUMNS = 2
+#: Characters that fit over one of two panels, and into one of two columns of a legend.
+_TITLE = 24
 #: The k-th arm of one objective takes the k-th look.
 _LOOKS: tuple[dict[str, Any], ...] = (
     {"linestyle": "-", "marker": "o"},
@@ -51,22 +53,25 @@ def saturation_map(table: DataFrame) -> tuple[Figure, DataFrame]:
     drawn = _part(table, "below_1e-3")
     panels = arms(drawn)
     widths, scales = _values(drawn, "width"), _values(drawn, "scale")
-    rows = -(-len(panels) // _COLUMNS)
+    columns = min(_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
     with paper_style():
-        figure = new_figure(COLUMN_INCHES, 0.95 + rows * (0.3 + 0.2 * len(scales)))
-        grid = figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)
+        height = 0.95 + rows * (0.3 + 0.2 * len(scales))
+        figure = new_figure(COLUMN_INCHES, height)
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for axis in grid.flat[len(panels) :]:
             axis.set_visible(False)
         for axis, (arm, part) in zip(grid.flat, panels, strict=False):
             image = _panel(axis, part, widths, scales)
-            axis.set_title(arm_name(drawn, arm), loc="left", fontsize=7, pad=2)
-        for column in range(_COLUMNS):
+            name = arm_name(drawn, arm)
+            axis.set_title(name, loc="left", fontsize=min(7.0, 7.0 * _TITLE / len(name)), pad=2)
+        for column in range(columns):
             below = [axis for axis in grid[:, column] if axis.get_visible()]
             if below:
                 below[-1].tick_params(labelbottom=True)
         figure.supxlabel("candidates in one softmax", fontsize=7.5)
         figure.supylabel("scale", fontsize=7.5)
-        bar = figure.colorbar(image, ax=grid, location="top", shrink=0.6, aspect=30, ticks=[0, 0.5, 1])
+        bar = figure.colorbar(image, ax=grid, location="top", shrink=0.6, aspect=30, pad=0.08 / height, ticks=[0, 0.5, 1])
         bar.ax.set_xticklabels(["0 %", "50 %", "100 %"])
         bar.set_label("batches with a true loss under $10^{-3}$ nat", fontsize=7)
         bar.outline.set_linewidth(0.4)
@@ -87,17 +92,18 @@ def gradient_width(table: DataFrame) -> tuple[Figure, DataFrame]:
         floor -= 1  # a place of its own for exact zeros
     with paper_style():
         labels = [arm_name(drawn, arm) for arm, _ in arms(drawn)]
-        legend_inches = 0.15 * -(-len(labels) // _COLUMNS)
+        columns = _COLUMNS if max(map(len, labels)) <= _TITLE else 1
+        legend_inches = 0.15 * -(-len(labels) // columns)
         figure = new_figure(COLUMN_INCHES, 0.6 + 1.25 * len(scales) + legend_inches)
         axes = figure.subplots(len(scales), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axis, scale in zip(axes, scales, strict=True):
             _lines(axis, drawn, scale, floor)
             axis.set_title(f"scale {scale:g}", loc="left", fontsize=7, pad=2)
             axis.set_ylim(floor, top)
+            axis.set_ylabel("gradient norm")
         _width_axis(axes[-1], _values(drawn, "width"))
-        figure.supylabel("gradient norm at the embeddings", fontsize=7.5)
         handles = axes[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=_COLUMNS, fontsize=6.5, handlelength=2.6)
+        figure.legend(*handles, loc="outside lower center", ncols=columns, fontsize=6.5, handlelength=2.6)
     return figure, drawn
 
 
