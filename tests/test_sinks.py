@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -352,6 +353,7 @@ def test_a_failing_sink_is_counted_said_once_and_ends_nothing(tmp_path: Path):
         log.listen(Feed("wandb", sink, log.path, everything=False, say=said.append))
         for step in range(1, 10):
             sink.up = not 3 <= step <= 5
+            time.sleep(0.02)  # longer than the pause after so quick a failure
             log.write_steps([step_row(step)])
         log.write_readings([reading(9, [1.0, 2.0], "zeros", "positive_zero.i2t")])
         log.finish()
@@ -362,6 +364,28 @@ def test_a_failing_sink_is_counted_said_once_and_ends_nothing(tmp_path: Path):
     assert said[1].startswith("sink wandb: 3 rows did not arrive, 7 did")
     assert said[2] == "sink wandb: lists that are no histograms stay in the run directory: zeros/positive_zero"
     assert said[3:] == ["sink wandb could not be closed: ConnectionError: still no route"]
+
+
+class Slow(Broken):
+    """A server that never answers."""
+
+    def write(self, points: list[Point]) -> None:
+        time.sleep(0.1)
+        raise TimeoutError
+
+
+def test_a_sink_that_hangs_before_it_fails_is_left_alone_for_a_while(tmp_path: Path):
+    said: list[str] = []
+    start = time.monotonic()
+    with create(tmp_path / "run") as log:
+        feed = Feed("mlflow", Slow(), log.path, everything=False, say=said.append)
+        log.listen(feed)
+        for step in range(1, 50):
+            log.write_steps([step_row(step)])
+            time.sleep(0.01)
+    assert time.monotonic() - start < 1.5, "of 4.9 seconds of time-outs, one"
+    assert feed.lost == 49
+    assert len(said) == 3
 
 
 def test_a_run_that_breaks_off_closes_its_sinks_as_not_done(tmp_path: Path):

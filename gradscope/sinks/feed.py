@@ -2,7 +2,9 @@
 
 ``sinks.json`` in the run directory keeps, per sink, its id and the last step sent of each table. A resumed run computes the steps after
 its checkpoint again, to the same values; those already sent are not sent twice, and a replay of a finished run sends only what is new.
-A sink that fails is counted and said once; training goes on. Opening fails before the first step, and that is the user's to mend.
+A sink that fails is counted and said once; training goes on, and the sink is left alone for ``PAUSE`` times as long as the failure
+took, so that a server that does not answer slows training by a tenth at most. Opening fails before the first step, and that is the
+user's to mend.
 
 How it can mislead: on other hardware the repeated steps may differ in their last digits; the sink keeps the first attempt's.
 """
@@ -10,6 +12,7 @@ How it can mislead: on other hardware the repeated steps may differ in their las
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from gradscope.sinks import Destination, Sink, parse, require, sinks
 from gradscope.sinks.points import points
 
 STATE = "sinks.json"
+PAUSE = 10.0
 
 
 class Feed:
@@ -29,6 +33,7 @@ class Feed:
         self.sent = _read(path).get(name, {}).get("sent", {})
         self.rows = self.lost = 0
         self.left_behind: set[str] = set()
+        self._quiet_until = 0.0
         self._before = dict(self.sent)  # a later row of the same step is new, a row of an earlier attempt is not
         self._sink, self._path, self._everything, self._say = sink, path, everything, say
         self._save()
@@ -38,6 +43,10 @@ class Feed:
         fresh = [row for row in rows if row["step"] > self._before.get(table, -1)]
         if not fresh:
             return
+        start = time.monotonic()
+        if start < self._quiet_until:
+            self.lost += len(fresh)
+            return
         try:
             found, behind = points(table, fresh, self._everything)
             if found:
@@ -46,6 +55,7 @@ class Feed:
             self._save()
         except Exception as error:  # a dashboard must never end a training run
             self._failed(error, len(fresh))
+            self._quiet_until = time.monotonic() + PAUSE * (time.monotonic() - start)
             return
         self.left_behind |= behind
         self.rows += len(fresh)

@@ -4,7 +4,7 @@
     readings   <quantity>/<term>/<key>                    saturation/infonce/rows_below_1e-3.i2t; without the term where there is none
     evals      eval/<data set>.<split>/<direction>.<metric>     eval/scenes.val/i2t.R_at_1
 
-The short list is ``STEPS``, ``READINGS`` and ``METRICS``: loss, saturation, residual, zeros, norms and the update, about forty curves
+The short list is ``STEPS``, ``READINGS`` and ``METRICS``: loss, saturation, residual, zeros, norms and the update, some fifty curves
 of a run that reads both objectives; everything else is in the run directory. The x axis is the optimizer step.
 Lists travel as histograms where their bins are known (``HISTOGRAMS``), else not at all, and are named at the end.
 
@@ -35,8 +35,10 @@ READINGS: dict[str, tuple[str, ...]] = {
     "zeros": ("entries_reached.parameters", "positive_zero", "loss_zero_gradient_not"),
     "gradient": ("log10_norm", "log10_ratio", "cosine"),
     "accumulation": ("log10_norm",),
-    "optimizer": ("step_q50", "eps_dominated", "stale", "update_ratio"),
-    "sketch": ("counts", "log10_q50", "zero", "nonfinite"),
+    "optimizer": ("eps_dominated", "stale", "update_ratio"),
+    "sketch": ("counts", "log10_q50"),
+    "geometry": ("modality_gap",),
+    "false_negatives": ("same_string",),
 }
 
 _ENDINGS = (".i2t", ".t2i", ".image", ".text")

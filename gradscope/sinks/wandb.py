@@ -2,7 +2,7 @@
 "gradscope" unless they say otherwise, and the run is called after its directory.
 
 WANDB_MODE=offline needs no account: the run is kept in ``wandb/`` of the run directory, to be sent with ``wandb sync`` (a resumed one
-in several parts of one id: ``wandb sync --append``). All curves are over the metric "step", not over W&B's count of calls.
+in several parts of one id, which it puts together). All curves are over the metric "step", not over W&B's count of calls.
 How it can mislead: a killed process loses what W&B had not written yet, a second's worth, or more with an older W&B. W&B shows a
 non-finite value as a word and leaves it out of the line.
 """
@@ -52,7 +52,7 @@ def _write_often(settings: Any) -> dict[str, Any]:
 class WandbRun:
     def __init__(self, run: Any) -> None:
         self.id = str(run.id)
-        self.where = run.url or f"offline; wandb sync {Path(run.dir).parent}"
+        self.where = run.url or f"offline; wandb sync {Path(run.dir).parents[1]}/offline-run-*"
         self._run = run
 
     def write(self, points: Sequence[Point]) -> None:
