@@ -152,6 +152,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def _print_rest(diagnosis: Diagnosis) -> None:
+    from rich.table import Table
+
     from gradscope.console import out
 
     looked = len(diagnosis.silent) + len(diagnosis.findings)
@@ -164,8 +166,13 @@ def _print_rest(diagnosis: Diagnosis) -> None:
     remedies: dict[str, list[str]] = {}
     for name, reason in diagnosis.unmeasured.items():
         remedies.setdefault(reason.split("; ")[-1], []).append(name)  # what would record it, where that is said
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold", max_width=42)
+    grid.add_column(overflow="fold")
     for remedy, names in remedies.items():
-        out.print(f"  {', '.join(names)}: {remedy}", style="dim")
+        grid.add_row("", ", ".join(names), remedy, style="dim")
+    out.print(grid)
 
 
 def print_rules() -> None:

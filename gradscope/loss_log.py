@@ -36,7 +36,7 @@ OTHERS = {
     "epoch": ("epoch",),
     "lr": ("lr", "learning_rate", "lr-adamw", "lr-adam"),
     "grad_norm": ("grad_norm", "gradient_norm", "train/grad_norm", "grad_norm_total"),
-    "scale": ("logit_scale", "scale", "train/scale", "train/logit_scale"),
+    "scale": ("logit_scale", "train/scale", "train/logit_scale"),
     "loss_scale": ("loss_scale", "amp_scale", "train/loss_scale"),
     "skipped": ("skipped",),
 }
@@ -116,7 +116,7 @@ def _open_clip(path: Path, text: str) -> Table:
         losses = {name.lower(): value for name, value in _OPEN_CLIP_LOSS.findall(found["losses"])}
         epoch, samples, total = int(found["epoch"]), int(found["samples"]), int(found["total"])
         # Its learning rate is printed to six decimals, so that 1e-7 reads 0: not taken over.
-        rows.append({"step": epoch * total + samples, "epoch": epoch, "scale": found["scale"], **losses})
+        rows.append({"step": epoch * total + samples, "epoch": epoch, "logit_scale": found["scale"], **losses})
     width = _open_clip_width(path.parent / "params.txt")
     notes = ("steps are counted in samples",) + ((f"softmax width {width} from params.txt",) if width else ())
     return Table(kind="open_clip out.log", rows=rows, width=width, notes=notes)
@@ -212,6 +212,7 @@ def _loss_column(path: Path, names: list[str], asked: str | None) -> tuple[str, 
     if asked:
         return _named(path, names, asked), f"loss read from column '{asked}', in nat"
     likely = [name for name in names if "loss" in name.lower() and not NOT_TRAINED.search(name.lower())]
+    likely = likely or [name for name in names if re.search(r"epoch.*loss|loss.*epoch", name.lower()) and "val" not in name.lower()]
     best = _first(names, LOSS) or next((name for name in likely if "train" in name.lower()), None) or next(iter(likely), None)
     if best is None:
         raise ValueError(f"'{path}' has no column that looks like a training loss: {', '.join(names)}; choose one with --loss-column")

@@ -2,9 +2,9 @@
 
     view.reading("zeros", "naive_norm_zero", "infonce").recent(6).mean()
 
-A series gives its finite values in a window: ``whole`` (everything) or ``recent`` (the last epoch, and where that holds fewer than
-were asked for, the last so many; without epochs the last quarter). Too few values, or none, raise ``Unmeasured``, which names what is
-missing and what would record it: whoever asks is silent, and says so.
+A series gives its finite values in a window: ``whole`` (everything) or ``recent`` (the last epoch; of a run of one epoch, or without
+epochs, the last quarter; and where that holds fewer than were asked for, the last so many). Too few values, or none, raise
+``Unmeasured``, which names what is missing and what would record it: whoever asks is silent, and says so.
 
 How it can mislead: non-finite values are left out of a window, so a run of nan looks short; rule GS025 counts them.
 This file never imports torch.
@@ -85,10 +85,10 @@ class Series:
         return self._window(np.ones(len(self.values), dtype=bool), least, "whole run")
 
     def recent(self, least: int = 1) -> Window:
-        """The finite values of the last epoch, or the last ``least``. Raises Unmeasured if there are fewer than ``least`` in all."""
+        """The finite values of the last epoch (or quarter), or the last ``least``. Raises Unmeasured if there are fewer in all."""
         finite = np.isfinite(self.values)
         known = self.epochs[finite & np.isfinite(self.epochs)]
-        if known.size:
+        if len(np.unique(known)) > 1:
             chosen, words = self.epochs == known.max(), f"epoch {known.max():g}"
         else:
             chosen, words = np.arange(len(self.values)) >= len(self.values) * 3 // 4, "last quarter"

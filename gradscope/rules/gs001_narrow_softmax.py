@@ -37,14 +37,14 @@ class NarrowSoftmax:
         accumulate = int(view.setting_or("train.accumulate", 1))
         narrow = view.setting_or("train.accumulate_mode", "none") == "narrow"
         kept = f"--accumulate {accumulate}" if narrow else f"--accumulate {-(-self.wide // width)}"
+        margin = "a larger --gamma" if view.trained == "hn" else "--objective hn --gamma 0.25 --margin live"
         return found(
             self,
             share_evidence(view, window),
             Evidence(what="softmax width", value=width, unit="candidates", where="the run's provenance or --width"),
             *where_measured(lambda: residual_evidence(view, self.least)),
             cause=f"Each anchor is compared with {width - 1} random captions, and for most it is already right by a wide gap.",
-            action=f"{kept} --accumulate-mode cached (one softmax over the whole step, at the same memory), or --objective hn "
-            "--gamma 0.25 --margin live at this width.",
+            action=f"{kept} --accumulate-mode cached (one softmax over the whole step, at the same memory), or {margin} at this width.",
             effect="A wide softmax brings harder negatives into each batch: loss and residual rise by decades at the same weights.",
             verify="gradscope what-if at several widths on the last checkpoint; then diagnose the new run: GS001 should be gone.",
         )

@@ -32,15 +32,14 @@ class SaturatedThoughWide:
         width, window = view.known_width, under_1e3(view, self.least)
         if width < self.wide or window.mean() < self.share:
             return None
+        margin = "a larger --gamma" if view.trained == "hn" else "--objective hn --gamma 0.25 (a margin where captions are alike)"
         return found(
             self,
             share_evidence(view, window),
             Evidence(what="softmax width", value=width, unit="candidates", where="the run's provenance or --width"),
             *where_measured(lambda: residual_evidence(view, self.least)),
             cause="Random negatives of this data no longer confuse the model: it has learned them, or memorised the training set.",
-            action="Look at the validation first. To go on: --objective hn --gamma 0.25 (a margin where captions are "
-            "alike), batches of "
-            "similar captions, harder data, or stop earlier.",
+            action=f"Look at the validation first. To go on: {margin}, batches of similar captions, harder data, or stop earlier.",
             effect="The margin keeps a residual on look-alike captions; stopping costs nothing if the validation has levelled off.",
             verify="The validation R@1 by epoch; gradscope what-if with --objective hn: from which gamma on the "
             "residual is above 1e-3.",

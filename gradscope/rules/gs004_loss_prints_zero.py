@@ -37,7 +37,8 @@ class LossPrintsZero:
             *where_measured(lambda: self._gradient(view)),
             cause="Cross-entropy in fp32 rounds to 0 below about 6e-8. The gradient does not: it is formed from the "
             "negatives, and in fp32 "
-            "it is exactly 0 only beyond a logit gap of about 100.",
+            "it is exactly 0 only beyond a logit gap of about 100."
+            + ("" if view.kind == "run" else " Or the log rounds to a few digits."),
             action="Read the true loss and the residual instead of the printed loss (--log-grads). If training is to go on, see the "
             "finding on saturation.",
             effect="None on training: this is what the printed number cannot show.",

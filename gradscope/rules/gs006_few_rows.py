@@ -1,10 +1,10 @@
 """GS006: a few rows carry the whole gradient.
 
-Evidence   three quarters of the anchors have a residual under 1e-3, and the gradient is carried by a tenth of the batch or less
+Evidence   nine tenths of the anchors have a residual under 1e-3, and the gradient is carried by a twentieth of the batch or less
            ((sum r)^2 / sum r^2), while the mean loss does not look saturated.
 Cause      most pairs are done; a handful of hard, wrong or duplicated ones decide every update.
 Silent     saturated batches (GS001, GS002 speak then); fewer than ``least`` measured batches; width not known.
-Mislead    at a small width a tenth of the batch is one row, and any batch has a hardest row.
+Mislead    at a small width a twentieth of the batch is one row (1.5 are allowed), and any batch has a hardest row.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class FewRows:
     id: ClassVar[str] = "GS006"
     title: ClassVar[str] = "A few rows carry everything"
     severity: ClassVar[str] = "warning"
-    done: float = 0.75
-    carried: float = 0.1
+    done: float = 0.9
+    carried: float = 0.05
     least: int = MEASURED
 
     def __call__(self, view: View) -> Finding | None:

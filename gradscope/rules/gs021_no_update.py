@@ -3,7 +3,8 @@
 Evidence   the learning rate was 0 in every logged step; or the median update is under 1e-7 of the weights in every tower.
 Cause      a rate of 0 or far too small, a scheduler that ended, or an optimizer that does not hold these parameters.
 Silent     fewer than ``least`` logged rates or measured batches; no column of rates and no readings of the update.
-Mislead    at the end of a schedule the rate is meant to be near 0: the median is taken over the whole run.
+Mislead    logs round: where the loss of a log falls, its rates of 0 are not believed. At the end of a schedule the rate is meant to
+           be near 0: the median is taken over the whole run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from gradscope.rules import MEASURED, Finding, found, rules, where_measured
+import numpy as np
+
+from gradscope.rules import LOGGED, MEASURED, Finding, found, rules, where_measured
 from gradscope.run_view import PROBE, Evidence, Unmeasured, View
 
 TOWERS = ("image", "text")
@@ -47,6 +50,8 @@ class NoUpdate:
         )
 
     def _rate(self, view: View) -> Evidence:
+        if view.kind != "run" and _falls(view):  # a rate that a log rounds to 0 is not 0
+            raise Unmeasured("the log's learning rates are rounded")
         window = view.column("lr").whole(self.least)
         return window.evidence("largest learning rate", float(window.values.max()), "1")
 
@@ -56,3 +61,10 @@ class NoUpdate:
     def _ratio(self, view: View, tower: str) -> Evidence:
         window = view.reading("optimizer", f"update_ratio.{tower}", "total").whole(self.least)
         return window.evidence(f"update / weights of the {tower} tower, median over the run", window.median(), "ratio")
+
+
+def _falls(view: View) -> bool:
+    """Whether the loss of the last quarter is under 98 % of the first's."""
+    values = view.column("loss").whole(LOGGED).values
+    size = len(values) // 4
+    return float(np.median(values[-size:])) < 0.98 * float(np.median(values[:size]))

@@ -1,9 +1,9 @@
 """GS022: single updates rewrite the weights.
 
-Evidence   the median update of a tower in the last epoch is at least a tenth of its weights.
+Evidence   the median update of a tower over the run is at least a tenth of its weights.
 Cause      a learning rate far above what the weights bear.
 Silent     fewer than ``least`` measured updates; no readings of the set "full".
-Mislead    a tower whose weights start near 0 has a large ratio at first: the last epoch is read.
+Mislead    a tower whose weights start near 0 has a large ratio at first: hence the median.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ class UpdateTooLarge:
         )
 
     def _ratio(self, view: View, tower: str) -> Evidence:
-        window = view.reading("optimizer", f"update_ratio.{tower}", "total").recent(self.least)
-        return window.evidence(f"update / weights of the {tower} tower, median over batches", window.median(), "ratio")
+        window = view.reading("optimizer", ff"update_ratio.{tower}", "total").whole(self.least)
+        return window.evidence(f"update / weights of the {tower} tower, median over the run", window.median(), "ratio")
