@@ -43,5 +43,5 @@ class UpdateTooLarge:
         )
 
     def _ratio(self, view: View, tower: str) -> Evidence:
-        window = view.reading("optimizer", ff"update_ratio.{tower}", "total").whole(self.least)
+        window = view.reading("optimizer", f"update_ratio.{tower}", "total").whole(self.least)
         return window.evidence(f"update / weights of the {tower} tower, median over the run", window.median(), "ratio")
