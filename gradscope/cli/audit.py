@@ -25,7 +25,6 @@ from gradscope.cli.evaluate import (
     TrustArchive,
     Workers,
     data_settings,
-    refuse_settings_of_files,
 )
 
 if TYPE_CHECKING:
@@ -193,35 +192,14 @@ def _pairs(
     device: str,
 ) -> tuple[Pairs, float]:
     """The pairs of a file of embeddings or of an encoder, and the scale to read them at."""
-    from gradscope.embeddings_file import is_embeddings_file, load_embeddings
-    from gradscope.paired_rows import paired_rows
+    from gradscope.cli.pair_source import read_pairs
 
     if source is None:
         raise ValueError("nothing to audit: give stored embeddings, an encoder or a run, or --synthetic.")
-    if is_embeddings_file(source):
-        refuse_settings_of_files(source, {"--data": data, "--split": split})
-        return paired_rows(load_embeddings(source)[0]), _SCALE
-    from gradscope.console import progress
-    from gradscope.cpu_speed import cpu_speed
-    from gradscope.encoders.load import load_encoder, resolve_device
-    from gradscope.evaluate import embed_records
-    from gradscope.gallery import read_gallery
-
-    place = resolve_device(device)
-    with progress("checking pictures") as advance:
-        gallery = read_gallery(settings, split, workers=workers, advance=advance)
-    encoder = load_encoder(source, place, trust_archive=trust_archive)
-    with cpu_speed(place, encoder.longest_sequence), progress("embedding") as advance:
-        embedded = embed_records(
-            encoder,
-            gallery.records,
-            batch_size=batch_size,
-            workers=workers,
-            decode=settings.decode,
-            on_too_long=settings.on_too_long,
-            advance=advance,
-        )
-    return paired_rows(embedded), float(encoder.scale().detach())
+    found = read_pairs(
+        source, settings, data=data, split=split, batch_size=batch_size, workers=workers, trust_archive=trust_archive, device=device
+    )
+    return found.pairs, _SCALE if found.scale is None else found.scale
 
 
 def _write(frame: DataFrame, output: Path) -> None:
