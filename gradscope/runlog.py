@@ -2,6 +2,7 @@
 
     recipe.toml  provenance.json  console.log  steps.jsonl  readings.jsonl  evals.jsonl
     arrays/  checkpoints/step-000500/  figures/  DONE (written last)
+    sinks.json  tensorboard/  wandb/  mlflow.db     belong to ``gradscope.sinks``
 
 The three ``.jsonl`` files are long tables: a schema header, then one JSON object per line, only ever appended. A resumed run
 appends under a higher ``attempt``. Let attempt b start after step r_b; then a row (attempt a, step t) counts only while no
@@ -60,7 +61,7 @@ TEXT_COLUMNS = frozenset({"quantity", "term", "key", "unit", "stamps", "dataset"
 VOLATILE_COLUMNS = ("attempt", "time", "seconds", "probe_seconds", "images_per_s", "peak_mem")
 
 #: Units of readings that two equal runs need not share.
-VOLATILE_UNITS = ("s", "ms", "MB", "MiB")
+VOLATILE_UNITS = ("s", "ms", "MB", "MiB", "share of plain time")
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
@@ -340,7 +341,9 @@ class Run:
         there = {f"{k}/{t}" if t else str(k) for k, t in zip(same["key"], same["term"], strict=True)}
         found = ", ".join(sorted(there or set(self.readings["quantity"])))
         both = " --set probe.second_backward=true" if there else ""  # what the other objective's gradients need
-        return f"{wanted}, only {found}; run gradscope train with --log-grads{both} to record it."
+        small = self.recipe.get("probe", {}).get("set", "full") != "full"
+        larger = " --probe-set full" if small else both
+        return f"{wanted}, only {found}; run gradscope train with --log-grads{larger} to record it."
 
 
 class Tail:
