@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gradscope.quantities import SETS
 from gradscope.registry import unknown_name
 from gradscope.sinks import parse as parse_sinks
 
@@ -113,11 +114,21 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """log_grads turns the probe on; second_backward is the price tier of the other objective's full gradient."""
+    """log_grads turns the probe on; second_backward is the price tier of the other objective's full gradient, which set "full" has.
+
+    budget: what observing may cost, as a share of a plain step's time ("2%"); "" leaves ``every`` as it is, else it is the densest.
+    """
 
     log_grads: bool = False
+    set: str = "full"
     every: int = 5
+    budget: str = ""
     second_backward: bool = True
+
+    @property
+    def share(self) -> float | None:
+        """The budget as a number, or None."""
+        return float(self.budget.rstrip("%")) / 100 if self.budget else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +209,8 @@ def resolve(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
     for dotted, value in overrides.items():
         table, _, key = dotted.partition(".")
         merged.setdefault(table, {})[key] = value
+    if "probe.set" in overrides and tables.get("probe", {}).get("set", "full") != "full" and "probe.second_backward" not in overrides:
+        merged["probe"].pop("second_backward", None)  # in a resolved recipe of a smaller set, false stands for "does not apply"
     built = {}
     for table, values in merged.items():
         if table not in _tables():
@@ -221,6 +234,7 @@ def _table(table: str, values: Mapping[str, Any]) -> Any:
     for key, value in values.items():
         if key not in fields:
             raise ValueError(unknown_name(f"key of [{table}]", key, list(fields)))
+        value = _percent(value) if (table, key) == ("probe", "budget") else value
         typed[key] = _typed(f"{table}.{key}", value, fields[key])
     return dataclasses.replace(default, **typed)
 
@@ -233,6 +247,20 @@ def _typed(name: str, value: Any, default: Any) -> Any:
         words = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}
         raise ValueError(f"{name} must be {words[wanted]}; got {value!r}")
     return value
+
+
+def _percent(value: Any) -> Any:
+    """A budget, "2%" or 0.02, as "2%"; "" stays what it is. Raises ValueError unless it is above 0 and below 100 %."""
+    if value == "":
+        return value
+    text = str(value).strip()
+    try:
+        percent = float(text[:-1]) if text.endswith("%") else 100 * float(text)
+    except ValueError:
+        percent = math.nan
+    if isinstance(value, bool) or not 0 < percent < 100:
+        raise ValueError(f"--probe-budget is a share of a step's time above 0 and below 100 %, such as 2% or 0.02; got {value!r}")
+    return f"{percent:.6g}%"
 
 
 def _with_presets(recipe: Recipe, given: set[str], overridden: set[str]) -> Recipe:
@@ -266,7 +294,19 @@ def _with_presets(recipe: Recipe, given: set[str], overridden: set[str]) -> Reci
         objective = dataclasses.replace(objective, gamma=0.0, margin="none")
     if train.accumulate == 1 and train.accumulate_mode not in ("none",):
         raise ValueError(f"--accumulate-mode {train.accumulate_mode} has no effect with --accumulate 1; drop it or raise --accumulate")
-    return dataclasses.replace(recipe, objective=objective)
+    return dataclasses.replace(recipe, objective=objective, probe=_probe(recipe.probe, given))
+
+
+def _probe(probe: ProbeSettings, given: set[str]) -> ProbeSettings:
+    """Only the full set has gradients by objective: in the others the second backward does not apply."""
+    _one_of("--probe-set", probe.set, SETS)
+    if probe.set == "full" or not probe.second_backward:
+        return probe
+    if "probe.second_backward" in given:
+        raise ValueError(
+            f"probe.second_backward belongs to --probe-set full and would be ignored by '{probe.set}'; drop it or use the full set"
+        )
+    return dataclasses.replace(probe, second_backward=False)
 
 
 def check(recipe: Recipe) -> None:

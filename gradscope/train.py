@@ -218,6 +218,12 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
             row["images_per_s"] = batches.per_step / row["seconds"]
             row["probe_seconds"] = sum(reader.seconds.values()) if reader else 0.0
+            if reader:
+                costs = reader.ended(row["seconds"])
+                log.write_readings(costs)
+                for cost in costs:
+                    if cost["key"] == "every":
+                        say(f"step {step}: from here on every {cost['value']} steps are probed, to keep within {recipe.probe.budget}")
             log.write_steps([row])
             show(step, row)
             end_of_epoch = step % batches.steps_per_epoch == 0 or step == total_steps
@@ -263,8 +269,9 @@ def make_reader(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer
         model=encoder,
         objectives={"infonce": InfoNCE(), "hn": hn},
         trained=framework.objective.name,
-        quantities=quantity_set("full"),
+        quantities=quantity_set(recipe.probe.set),
         every=recipe.probe.every,
+        budget=recipe.probe.share,
         second_backward=recipe.probe.second_backward,
         structural=encoder.structural_rows,
         loss_form=framework.loss_form,

@@ -6,6 +6,7 @@ InfoNCE, and HN training itself drives InfoNCE down, so such a share does not de
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,19 +31,20 @@ class Summary:
     trained: str
     gamma: float
     width: int
-    every: int
+    every: int  # steps from one probed step to the next; with a budget, the most of them
     measured: tuple[int, ...]  # batches
     below: dict[str, tuple[float, ...]]  # share of measured batches with a true loss under 1e-3
     crossings: dict[tuple[str, str], Crossing]  # (term, threshold)
     zeros: dict[str, dict[str, float]]  # mean over all measured batches, by term and key
     residual: dict[str, tuple[float, ...]]  # median over batches of the mean residual, both directions
     effective_rows: dict[str, tuple[float, ...]]  # median over batches, mean of both directions
-    margin: tuple[float, float]  # last epoch, medians: the margin's constant part (logits); share of anchors it beats
+    margin: tuple[float | None, float]  # last epoch, medians: the margin's constant part (logits), if read; share of anchors it beats
     ratio: tuple[float, ...]  # median of norm HN / norm InfoNCE; empty where the second backward was not taken
     cosine: tuple[float, float] | None  # mean and sd between the two gradients, over the batches where both are non-zero
     cosine_undefined: int  # measured batches where it is not defined
 
     at_chance: bool = False  # the last epoch's InfoNCE loss is that of guessing
+    budget: str = ""  # that thinned the cadence
 
     @property
     def saturated(self) -> bool:
@@ -82,7 +84,8 @@ def summarise(path: Path) -> Summary:
         trained=trained,
         gamma=run.recipe["objective"]["gamma"],
         width=int(run.provenance["width"]),
-        every=run.recipe["probe"]["every"],
+        every=_every(run),
+        budget=run.recipe["probe"].get("budget", ""),
         at_chance=10 ** _by_epoch(run, "loss", "log10_true", "infonce", "median")[-1] >= CHANCE * math.log(run.provenance["width"]),
         measured=tuple(int(n) for n in _by_epoch(run, "saturation", "below_1e-3", trained, "count")),
         below={term: _by_epoch(run, "saturation", "below_1e-3", term, "mean") for term in TERMS},
@@ -90,7 +93,7 @@ def summarise(path: Path) -> Summary:
         zeros={term: _zeros(run, term) for term in TERMS},
         residual={term: _geometric(_both(run, "residual", "log10_mean", term)) for term in TERMS},
         effective_rows={term: _both(run, "saturation", "effective_rows", term) for term in TERMS},
-        margin=(_by_epoch(run, "captions", "margin_logits", "", "median")[-1], _both(run, "gap", "violated_with_margin", "hn")[-1]),
+        margin=(_constant(run), _both(run, "gap", "violated_with_margin", "hn")[-1]),
         ratio=ratio,
         cosine=pairs,
         cosine_undefined=undefined,
@@ -100,6 +103,20 @@ def summarise(path: Path) -> Summary:
 def _by_epoch(run: Run, quantity: str, key: str, term: str, how: str) -> tuple[float, ...]:
     frame = run.reading(quantity, key, term)
     return tuple(frame.assign(value=frame["value"].astype(float)).groupby("epoch")["value"].agg(how))
+
+
+def _every(run: Run) -> int:
+    steps = sorted(run.reading("loss", "log10_true", "infonce")["step"])
+    if not run.recipe["probe"].get("budget") or len(steps) < 2:
+        return int(run.recipe["probe"]["every"])
+    return int(max(after - before for before, after in itertools.pairwise(steps)))
+
+
+def _constant(run: Run) -> float | None:
+    """The set "loss" reads no captions."""
+    rows = run.readings
+    there = bool(((rows["quantity"] == "captions") & (rows["key"] == "margin_logits")).any())
+    return _by_epoch(run, "captions", "margin_logits", "", "median")[-1] if there else None
 
 
 def _both(run: Run, quantity: str, key: str, term: str) -> tuple[float, ...]:
@@ -135,21 +152,10 @@ def sentences(summary: Summary) -> list[str]:
             "images and captions belong together, captions repeat, or the learning rate is 0 or far too large."
         )
     every = "at every step" if summary.every == 1 else f"every {summary.every} steps"
+    every += f" at the widest, budget {summary.budget}" if summary.budget else ""
     under3, under5 = summary.crossings[term, "1e-3"], summary.crossings[term, "1e-5"]
     lines.append(f"First measured under 1e-3: {_when(under3)}; under 1e-5: {_when(under5)} (read {every}).")
-    zeros = summary.zeros[term]
-    lost = (zeros["positive_zero.i2t"] + zeros["positive_zero.t2i"]) / 2
-    lines.append(
-        f"Zeros, share of measured batches: whole gradient exactly 0 {_share(zeros.get('all_zero.parameters'))}; "
-        f"norm 0 by underflow alone {_share(zeros.get('naive_norm_zero'))}; "
-        f"loss printed 0 while its gradient was not in {zeros['loss_zero_gradient_not']:.0%}; "
-        f"pull on the positive rounded to 0 in {lost:.0%} of rows."
-    )
-    if "entries.parameters" in zeros:
-        lines.append(
-            f"Of all gradient entries {zeros['entries.parameters']:.1%} are exactly 0; {zeros['structural.parameters']:.1%} lie in "
-            f"rows the batch cannot reach, and of the rest {zeros['entries_reached.parameters']:.2%} are 0."
-        )
+    lines += _zero_lines(summary.zeros[term])
     lines.append(
         f"Residual left (probability on negatives, mean over anchors, median over batches, by epoch): "
         f"{', '.join(f'{r:.1e}' for r in summary.residual[term])}; carried by "
@@ -157,9 +163,31 @@ def sentences(summary: Summary) -> list[str]:
     )
     if term == "hn":
         constant, beaten = summary.margin
+        size = "was not read (--probe-set default does)" if constant is None else f"is {constant:.1f} logits"
         lines.append(
-            f"The margin's constant part is {constant:.1f} logits and {beaten:.0%} of anchors are beaten once it is added: "
+            f"The margin's constant part {size} and {beaten:.0%} of anchors are beaten once it is added: "
             "a loss that it keeps up is active, which is not yet learning."
+        )
+    return lines
+
+
+def _zero_lines(zeros: dict[str, float]) -> list[str]:
+    """What is known of zeros; the smaller probe sets read fewer of them, or none."""
+    if "loss_zero_gradient_not" not in zeros:
+        return ["Zeros were not counted: --probe-set default counts them up to the embeddings, full over all parameters."]
+    lost = (zeros["positive_zero.i2t"] + zeros["positive_zero.t2i"]) / 2
+    lines = [
+        f"Zeros, share of measured batches: whole gradient exactly 0 {_share(zeros.get('all_zero.parameters'))}; "
+        f"norm 0 by underflow alone {_share(zeros.get('naive_norm_zero'))}; "
+        f"loss printed 0 while its gradient was not in {zeros['loss_zero_gradient_not']:.0%}; "
+        f"pull on the positive rounded to 0 in {lost:.0%} of rows."
+    ]
+    if "all_zero.parameters" not in zeros:
+        lines.append("The gradient over all parameters was not counted: --probe-set full does.")
+    if "entries.parameters" in zeros:
+        lines.append(
+            f"Of all gradient entries {zeros['entries.parameters']:.1%} are exactly 0; {zeros['structural.parameters']:.1%} lie in "
+            f"rows the batch cannot reach, and of the rest {zeros['entries_reached.parameters']:.2%} are 0."
         )
     return lines
 

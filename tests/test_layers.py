@@ -20,6 +20,7 @@ LAYERS = {
     2: ["quantities", "encoders", "frameworks", "recipe"],
     3: [
         "step_reader",
+        "cadence",
         "found",
         "embedding_source", "local_norm",
         "optim",
@@ -50,6 +51,7 @@ LAYERS = {
         "sweep",
         "caption_geometry",
         "verdict",
+        "probe_cost",
         "export",
         "watch",
         "following",

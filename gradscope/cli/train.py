@@ -46,7 +46,9 @@ KEYS = {
     "workers": "train.workers",
     "checkpoint_every": "train.checkpoint_every",
     "log_grads": "probe.log_grads",
+    "probe_set": "probe.set",
     "probe_every": "probe.every",
+    "probe_budget": "probe.budget",
     "sink": "log.sinks",
     "sink_all": "log.sink_all",
 }
@@ -102,7 +104,14 @@ def train(
     workers: Annotated[int | None, typer.Option(help="Processes that decode pictures. (default: 0)")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (default: one per epoch)")] = None,
     log_grads: Annotated[bool | None, typer.Option("--log-grads", help="Turn the probe on.")] = None,
+    probe_set: Annotated[
+        str | None, typer.Option(help="What the probe reads: loss, default or full, each holding the one before. (default: full)")
+    ] = None,
     probe_every: Annotated[int | None, typer.Option(help="Probe steps 1, 1+N, 1+2N, ... (default: 5)")] = None,
+    probe_budget: Annotated[
+        str | None,
+        typer.Option(help="Share of step time the probe may cost, e.g. 2%: it then probes less often by itself."),
+    ] = None,
     sink: Annotated[
         str | None, typer.Option(help="Dashboards to send the run to: tensorboard, wandb, mlflow; may be joined with commas.")
     ] = None,
@@ -121,16 +130,20 @@ def train(
     settings = collect(recipe, set_ or [], flags, output if resume else None)
 
     from gradscope.console import out
+    from gradscope.probe_cost import cost_sentence
+    from gradscope.runlog import Run
     from gradscope.train import train as run
     from gradscope.verdict import print_summary
 
-    if flags.get("probe.every") is not None and not settings.probe.log_grads:
-        raise ValueError("--probe-every has no effect without --log-grads")
+    unused = [f"--{name.replace('_', '-')}" for name in ("probe_set", "probe_every", "probe_budget") if KEYS[name] in flags]
+    if unused and not settings.probe.log_grads:
+        raise ValueError(f"{' and '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect without --log-grads")
     result = run(settings, output, resume=resume)
     best = "the start, before any update" if result.best_step == 0 else f"step {result.best_step}"
     out.print(f"validation R@1 (mean of both directions): last {result.last:.3f}, best {result.best:.3f} at {best}")
     if settings.probe.log_grads:
         print_summary([output])
+        out.print(cost_sentence(Run(output)), soft_wrap=True, markup=False)
     out.print(f"run: {output}", soft_wrap=True)
 
 
