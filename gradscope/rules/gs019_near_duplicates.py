@@ -3,8 +3,8 @@
 Evidence   at least half of the captions have another at cosine 0.95 or above in their batch, and the nearest other caption stands out
            from the mean of all by 0.1 or more; means over the last epoch.
 Cause      captions of a few classes, or of one template.
-Silent     a text tower that maps every caption to one place, as an untrained one does (then nothing stands out); fewer than ``least``
-           measured batches; the set "loss" (captions are not read).
+Silent     an InfoNCE loss above 90 % of chance, where the tower has not learned to tell captions apart; a tower that maps all of them
+           to one place (nothing stands out); fewer than ``least`` measured batches; the set "loss" (captions are not read).
 Mislead    the cosine is the live text tower's, which may be blind to what tells two captions apart.
 """
 
@@ -25,13 +25,15 @@ class NearDuplicates:
     severity: ClassVar[str] = "warning"
     share: float = 0.5
     apart: float = 0.1
+    guessing: float = 0.9
     least: int = MEASURED
 
     def __call__(self, view: View) -> Finding | None:
         window = view.reading("captions", "near_duplicates").recent(self.least)
         nearest = view.reading("captions", "hardest_mean").recent(self.least)
         mean = view.reading("captions", "mean").recent(self.least)
-        if window.mean() < self.share or nearest.mean() - mean.mean() < self.apart:
+        loss = view.reading("loss", "true", "infonce").recent(self.least)
+        if window.mean() < self.share or nearest.mean() - mean.mean() < self.apart or loss.median() > self.guessing * view.chance:
             return None
         return found(
             self,
