@@ -15,7 +15,10 @@ from gradscope.cli import app, main
 from gradscope.cli.sweep import _table as sweep_table
 from gradscope.console import out as printed
 
-COMMANDS = ["audit", "train", "sweep", "eval", "compare", "probe", "caption-geometry", "figure", "demo"]
+COMMANDS = [
+    *("audit", "train", "sweep", "eval", "compare", "diagnose", "check", "probe", "zeros", "what-if"),
+    *("caption-geometry", "embedding-geometry", "figure", "export", "watch", "demo"),
+]
 
 HELP = """
 import sys
