@@ -2,10 +2,12 @@
 
 Time is counted in plain steps: a probed step costs r = (seconds in the probe) / (seconds of a step without it). A block is a probed
 step and the steps up to the next one. Its length is the smallest of a coarse grid with
-    r <= budget * every,    never below ``densest``
-so that each whole block keeps the budget; r is the cost of the block's own probed step, known when its length is chosen. A longer
-block is taken at once; a shorter one only if it is shorter by a quarter, so that the noise of a clock does not move it. The first
-block has at least ``FIRST`` steps, since the first step is no measure of the others (memory is got then).
+    r + debt <= budget * every,    never below ``densest``
+so that each whole block keeps the budget; r is the cost of the block's own probed step, known when its length is chosen. Where a
+loop becomes faster within a block, its cost turns out too high: that is the debt, which the next blocks pay off. What a block spent
+too little is not saved up. A longer block is taken at once; a shorter one only if it is shorter by a quarter, so that the noise of
+a clock does not move it. The first block has at least ``FIRST`` steps, since the first step is no measure of the others (memory is
+got then).
 
 Deterministic: same costs, same cadence. How it can mislead: on a GPU the seconds are the host's. A budget thins what is recorded: rare
 events, such as one saturated batch in fifty, are then seen late or never; no reading tells what was not looked at.
@@ -32,23 +34,29 @@ class Cadence:
         budget: share of a plain step's time, 0 < budget < 1.
         densest: never probe more often than every so many steps.
         every: steps of the block that has begun; 0 before the first.
+        debt: plain steps that past blocks have cost beyond their budget.
     """
 
     budget: float
     densest: int = 1
     every: int = 0
+    debt: float = 0.0
 
     def __post_init__(self) -> None:
         assert 0 < self.budget < 1
         assert self.densest >= 1
 
-    def after_probe(self, cost: float) -> Cadence:
-        """The cadence of the block that begins with a probed step of this cost, in plain steps. Itself where that does not change."""
-        wanted = _on_grid(max(self.densest, math.ceil(cost / self.budget - 1e-9)))
+    def after_probe(self, cost: float, over: float = 0.0) -> Cadence:
+        """The cadence of the block that begins with a probed step of this cost.
+
+        ``over`` is what the block before has cost beyond its budget (negative if less). Both in plain steps.
+        """
+        debt = max(0.0, self.debt + over)
+        wanted = _on_grid(max(self.densest, math.ceil((cost + debt) / self.budget - 1e-9)))
         if self.every == 0:
             wanted = max(wanted, FIRST)
         keep = LOWER * self.every <= wanted <= self.every
-        return self if keep else replace(self, every=wanted)
+        return replace(self, every=self.every if keep else wanted, debt=debt)
 
 
 def _on_grid(least: int) -> int:

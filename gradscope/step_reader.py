@@ -92,7 +92,8 @@ class _Open:
     unscale: Tensor | float
     known: dict[str, Watched]
     param_grads: dict[str, list[Tensor | None]]
-    fresh: bool  # no parameter had a gradient yet: afterwards .grad is this batch's alone
+    own_grad: bool = True  # the backward to come is of this whole batch
+    fresh: bool = False  # and found no gradient when it set out: afterwards .grad is this batch's alone
     watched: frozenset[str] = frozenset()
     kept: dict[str, Tensor] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
@@ -137,6 +138,7 @@ class StepReader:
     failures: list[str] = field(default_factory=list)
     _step: Step | None = None
     _readings: list[Reading] = field(default_factory=list)
+    _mark: int | None = None
     _due: bool = False
     _ours: bool = False
     _copies: list[Tensor] = field(default_factory=list)
@@ -159,7 +161,7 @@ class StepReader:
         """Opens step ``index`` (1-based); ``samples`` were seen before it."""
         self._due = (index - 1) % self.every == 0 if self._cadence is None else index >= self._next
         self._index, self._samples, self._probed = index, samples, False
-        self._step, self._readings, self.seconds = None, [], {}
+        self._step, self._readings, self._mark, self.seconds = None, [], None, {}
 
     @property
     def due(self) -> bool:
@@ -258,7 +260,7 @@ class StepReader:
                 unscale=unscale,
                 known=known,
                 param_grads=grads,
-                fresh=own_grad and all(p.grad is None for p in self.parameters),
+                own_grad=own_grad,
             )
         except Exception as error:  # a diagnostic must never end a training run: it goes on unwatched
             self.fail("heads", error)
@@ -269,8 +271,21 @@ class StepReader:
             watched["logits"] = terms[0].scores.logits
         watched = {name: tensor for name, tensor in watched.items() if tensor.requires_grad}
         self._opened.watched = frozenset(watched)
-        self._opened.handles += [_keep(self._opened.kept, name, tensor) for name, tensor in watched.items()]
+        self._opened.handles += [_keep(self._opened.kept, name, tensor, self._set_out) for name, tensor in watched.items()]
         self._replayed = grads if replayed else {}
+
+    @property
+    def opened(self) -> bool:
+        """Whether the backward of the measured batch is still to come."""
+        return self._opened is not None
+
+    def _set_out(self) -> None:
+        """The backward of the measured batch reaches the embeddings: loops empty ``.grad`` at any time before. A scale's may be there."""
+        opened = self._opened
+        if opened is None or opened.terms or not opened.own_grad or self.sharded or not self.needs("param_grads"):
+            return
+        held = [p.grad for p in self.parameters if p.grad is not None and p.numel() > 1]
+        opened.fresh = not held or not bool(torch.stack([g.detach().count_nonzero() for g in held]).any())
 
     def abandon(self) -> None:
         """The backward of the measured batch did not end: takes the hooks away and forgets it."""
@@ -278,13 +293,14 @@ class StepReader:
         for handle in opened.handles if opened else ():
             handle.remove()
 
-    def close(self, unscale: Tensor | float | None = None) -> None:
+    def close(self, unscale: Tensor | float | None = None, *, alone: bool = True) -> None:
         """After the backward of the measured batch: reads phase "batch". ``unscale`` replaces what ``open`` was told: a loss scale
-        may not exist before the first backward."""
+        may not exist before the first backward. ``alone``: whether that backward was of this batch only."""
         opened = self._opened
         self.abandon()
         if opened is None:
             return
+        opened.fresh = opened.fresh and alone and any(p.grad is not None for p in self.parameters)
         opened.unscale = opened.unscale if unscale is None else unscale
         try:
             with self._timed("heads"):
@@ -507,8 +523,11 @@ class StepReader:
 
     def updated(self, skipped: bool = False) -> None:
         """After the optimizer's step; a step that mixed precision skipped has no update to read."""
-        if self._step is not None and not skipped:
-            self._read("update")
+        if self._step is None or skipped:
+            return
+        self._mark = len(self._readings) if self._mark is None else self._mark
+        del self._readings[self._mark :]  # of several optimizers, the last sees the whole update
+        self._read("update")
 
     # ---- readings
 
@@ -556,14 +575,16 @@ class StepReader:
         rows = [self._cost("share", block.share, "share of plain time")] if block.steps else []
         if self._cadence is not None:
             plain = (block.plain + self._ledger.plain) / (block.steps + 1)
-            chosen = self._cadence.after_probe(self._agreed(inside / plain if plain > 0 else 0.0))
-            rows += [self._cost("every", chosen.every, "steps")] if chosen is not self._cadence else []
+            over = block.probed - self._cadence.budget * block.plain
+            chosen = self._cadence.after_probe(*self._agreed([inside / plain, over / plain] if plain > 0 else [0.0, 0.0]))
+            rows += [self._cost("every", chosen.every, "steps")] if chosen.every != self._cadence.every else []
             self._cadence, self._next = chosen, self._index + chosen.every
         return rows
 
-    def _agreed(self, cost: float) -> float:
+    def _agreed(self, costs: list[float]) -> list[float]:
         """The largest over ranks, so that all look at the same steps."""
-        return float(largest(torch.tensor(cost, dtype=torch.float64, device=self.parameters[0].device)))
+        agreed: list[float] = largest(torch.tensor(costs, dtype=torch.float64, device=self.parameters[0].device)).tolist()
+        return agreed
 
     def _cost(self, key: str, value: float, unit: str) -> dict[str, Any]:
         return {"step": self._index, "quantity": "probe", "term": "", "key": key, "value": value, "unit": unit, "stamps": ""}
@@ -600,8 +621,10 @@ def _leaf(tensor: Tensor) -> Tensor:
     return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).requires_grad_()
 
 
-def _keep(kept: dict[str, Tensor], name: str, tensor: Tensor) -> Any:
+def _keep(kept: dict[str, Tensor], name: str, tensor: Tensor, first: Callable[[], None]) -> Any:
     def hook(gradient: Tensor) -> None:
+        if not kept:
+            first()
         kept[name] = gradient.detach().clone()
 
     return tensor.register_hook(hook)
