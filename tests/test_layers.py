@@ -15,21 +15,20 @@ ROOT = Path(gradscope.__file__).parent
 
 #: The layer of each folder or top-level file; a file may import its own layer and those below.
 LAYERS = {
-    0: ["types", "registry", "runlog", "console", "sparkline", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed"],
+    0: ["types", "registry", "runlog", "console", "sparkline", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed", "wrapping"],
     1: ["objectives", "metrics", "data", "sinks"],
-    2: ["quantities", "encoders", "frameworks", "recipe"],
+    2: ["quantities", "encoders", "frameworks", "recipe", "cadence"],
     3: [
         "step_reader",
-        "cadence",
         "found",
-        "embedding_source", "local_norm",
+        "embedding_source",
+        "local_norm",
+        "optimizer_watch",
         "optim",
         "checkpoint",
         "cached",
         "resume",
         "run_checkpoints",
-        "counterfactual",
-        "zero_evidence",
     ],
     4: [
         "train",
@@ -62,9 +61,7 @@ LAYERS = {
         "gates",
         "training_data",
         "fixed_captions",
-        "zero_accounting",
-        "zero_batch",
-        "zero_words",
+        "zeros",
     ],
     5: ["adapters", "figures", "demo"],
     6: ["cli"],

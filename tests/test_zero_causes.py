@@ -17,7 +17,6 @@ from toy import Toy, measured, toy_batch, toy_reader
 from typer.testing import CliRunner
 
 from gradscope.cli import app
-from gradscope.counterfactual import Pass, measure, reference
 from gradscope.encoders.load import load_encoder
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.metrics.zero_causes import (
@@ -36,9 +35,10 @@ from gradscope.metrics.zero_causes import (
 from gradscope.objectives.scores import plain_rows, residual_rows
 from gradscope.recipe import Data, resolve
 from gradscope.train import train
-from gradscope.zero_accounting import Accounting, Tally, account
-from gradscope.zero_batch import account_encoder, tower_of
-from gradscope.zero_words import content, explanation
+from gradscope.zeros import Accounting, Tally, account
+from gradscope.zeros.counterfactual import Pass, measure, reference
+from gradscope.zeros.encoder_batch import account_encoder, tower_of
+from gradscope.zeros.words import content, explanation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -360,7 +360,7 @@ def toy_closure(batch):
 
 
 def content_of(found: Accounting) -> dict:
-    from gradscope.zero_batch import ZeroBatch
+    from gradscope.zeros.encoder_batch import ZeroBatch
 
     return content(ZeroBatch(encoder="toy", data="d", split="s", width=6, precision="fp32", objective="infonce", accounting=found))
 

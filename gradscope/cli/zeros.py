@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from gradscope.zero_accounting import Tally
-    from gradscope.zero_batch import ZeroBatch
+    from gradscope.zeros.accounting import Tally
+    from gradscope.zeros.encoder_batch import ZeroBatch
 
 _LABELS = {
     "frozen": "frozen",
@@ -80,7 +80,7 @@ def zeros(
     Example: gradscope zeros runs/demo/infonce --data scenes --precision fp16 --loss-scale 65536
     """
     from gradscope.console import out
-    from gradscope.zero_batch import account_encoder
+    from gradscope.zeros.encoder_batch import account_encoder
 
     settings = data_settings(
         data, data_dir=data_dir, image_key=image_key, caption_key=caption_key, image_root=image_root, encoding=encoding,
@@ -116,7 +116,7 @@ def _objective(name: str | None, gamma: float | None) -> dict[str, Any] | None:
 
 def _show(found: ZeroBatch, as_json: bool) -> None:
     from gradscope.console import out
-    from gradscope.zero_words import content, explanation
+    from gradscope.zeros.words import content, explanation
 
     if as_json:
         import json
@@ -193,7 +193,7 @@ def _write(found: ZeroBatch, path: Path) -> None:
     import pandas as pd
 
     from gradscope.evaluation_file import write_json
-    from gradscope.zero_words import content, rows
+    from gradscope.zeros.words import content, rows
 
     write_json(path, content(found))
     pd.DataFrame(rows(found.accounting)).to_csv(path.with_suffix(".csv"), index=False)

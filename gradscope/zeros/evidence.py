@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradscope.counterfactual import Measured
 from gradscope.metrics.zero_causes import dead_entries, rows_as_entries
+from gradscope.zeros.counterfactual import Measured
 
 Masks = Mapping[str, Tensor]
 

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from gradscope import checkpoint
 from gradscope.console import console
-from gradscope.counterfactual import Pass
 from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
 from gradscope.data.too_long import refuse_too_long
@@ -39,7 +38,8 @@ from gradscope.run_checkpoints import chosen_checkpoints
 from gradscope.runlog import Run, is_run
 from gradscope.train import make_framework
 from gradscope.types import Batch
-from gradscope.zero_accounting import Accounting, account
+from gradscope.zeros.accounting import Accounting, account
+from gradscope.zeros.counterfactual import Pass
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gradscope.metrics.zero_causes import CAUSES
-from gradscope.zero_accounting import Accounting, Tally
-from gradscope.zero_batch import ZeroBatch
+from gradscope.zeros.accounting import Accounting, Tally
+from gradscope.zeros.encoder_batch import ZeroBatch
 
 #: What each cause says of an entry.
 MEANING = {

@@ -4,7 +4,7 @@
     found.total().zeros                      # table A, by cause
     found.total().invisible                  # table B
 
-Passes (``gradscope.counterfactual`` says how a closure is written and what is left untouched):
+Passes (``gradscope.zeros.counterfactual`` says how a closure is written and what is left untouched):
     the pass itself          in ``dtype``, loss times ``loss_scale``; what is counted is the unscaled gradient, as the optimizer sees it
     multiplied               the same graph, loss times 2^k, with the largest k for which every gradient stays finite
     references               a copy in the next wider dtypes: float32 and float64 behind half precision, float64 behind float32
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradscope.counterfactual import Closure, Measured, measure, reference, wider
 from gradscope.metrics.zero_causes import (
     CAUSES,
     INVISIBLE,
@@ -34,7 +33,8 @@ from gradscope.metrics.zero_causes import (
     squared_underflow,
     stale,
 )
-from gradscope.zero_evidence import Evidence, Masks, alive_entries, evidence_of
+from gradscope.zeros.counterfactual import Closure, Measured, measure, reference, wider
+from gradscope.zeros.evidence import Evidence, Masks, alive_entries, evidence_of
 
 
 @dataclass(frozen=True, kw_only=True)
