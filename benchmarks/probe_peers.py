@@ -130,29 +130,35 @@ def _model(name: str) -> tuple[nn.Module, int]:
 
 
 class TimedProbe(Probe):
-    """A probe that adds up the seconds spent in its hooks."""
+    """A probe that adds up the seconds spent in it: from each place where training calls it, calls within calls counted once."""
 
     inside = 0.0
+    _within = False
 
-    def _add(self, hook: Callable[..., None], *args: Any) -> None:
-        start = time.perf_counter()
-        hook(*args)
-        self.inside += time.perf_counter() - start
+    def _clock(self, part: Callable[..., Any], *args: Any) -> Any:
+        if self._within:
+            return part(*args)
+        self._within, start = True, time.perf_counter()
+        try:
+            return part(*args)
+        finally:
+            self._within = False
+            self.inside += time.perf_counter() - start
 
-    def _before_model(self, *args: Any) -> None:
-        self._add(super()._before_model, *args)
-
-    def _after_model(self, *args: Any) -> None:
-        self._add(super()._after_model, *args)
+    def _observe(self, *args: Any) -> None:
+        self._clock(super()._observe, *args)
 
     def _backward_ended(self) -> None:
-        self._add(super()._backward_ended)
+        self._clock(super()._backward_ended)
 
-    def _before_step(self, *args: Any) -> None:
-        self._add(super()._before_step, *args)
+    def _gradient_ready(self, *args: Any) -> bool:
+        return bool(self._clock(super()._gradient_ready, *args))
 
-    def _after_step(self, *args: Any) -> None:
-        self._add(super()._after_step, *args)
+    def _updated(self, *args: Any) -> None:
+        self._clock(super()._updated, *args)
+
+    def _end_step(self, *args: Any) -> None:
+        self._clock(super()._end_step, *args)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,3 +88,23 @@ class Ledger:
     def share(self) -> float:
         """Time in the probe in units of the rest; nan before any time has passed."""
         return self.probed / self.plain if self.plain > 0 else math.nan
+
+
+def percent(value: object) -> str:
+    """A budget, "2%" or "0.02" or 0.02, as "2%". Raises ValueError unless it is above 0 and below 100 %."""
+    text = str(value).strip()
+    try:
+        number = float(text[:-1]) if text.endswith("%") else 100 * float(text)
+    except ValueError:
+        number = math.nan
+    if isinstance(value, bool) or not 0 < number < 100:
+        raise ValueError(
+            "the budget of the probe (--probe-budget) is a share of a step's time above 0 and below 100 %, such as 2% or 0.02; "
+            f"got {value!r}"
+        )
+    return f"{number:.6g}%"
+
+
+def share(budget: str) -> float:
+    """ "2%" -> 0.02"""
+    return float(budget.rstrip("%")) / 100

@@ -19,17 +19,18 @@ how well the gradient of the loop's own loss agrees. The measured softmax is tha
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradscope import distributed, found
+from gradscope.cadence import percent, share
 from gradscope.console import console
 from gradscope.embedding_source import EmbeddingSource, passive
 from gradscope.encoders.reach import reachable_rows
@@ -37,14 +38,15 @@ from gradscope.found import Found
 from gradscope.local_norm import LocalNorm
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
+from gradscope.optimizer_watch import OptimizerWatch
 from gradscope.probe_log import ProbeLog
 from gradscope.quantities import quantity_set
 from gradscope.step_reader import Observed, StepReader
 from gradscope.types import DIRECTIONS, Embeddings, Reading
+from gradscope.wrapping import replace_method
 
-#: Steps of the optimizer without embeddings until that is said again.
-UNSEEN_EVERY = 100
-
+#: Below this cosine between the gradient at the embeddings and the objective's own, something else is trained.
+AGREES = 0.99
 
 #: How precisions are called here.
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -56,13 +58,14 @@ class Probe:
     Args:
         model: the module that is trained; both towers' parameters are in it. Give the compiled or wrapped module where the loop calls
             that one.
-        optimizer: found at its first step if not given.
+        optimizer: one of those that update the parameters; each is found at its first step anyway.
         loss: a loss module that is called with the embeddings (open_clip's ClipLoss): they are then taken from its call. Needed where
             the model does not return both embeddings, and for open_clip's accumulation, whose softmax the model never sees.
         scaler: the GradScaler, if mixed precision has one: gradients are unscaled with it and skipped steps are noticed.
         output: a run directory for the readings, which every command of gradscope reads; None keeps the last step's only.
         probe_set: "loss", "default" or "full"; see ``gradscope.quantities``.
         every: probe steps 1, 1 + every, ...
+        budget: share of the loop's time that the probe may take, "2%" or 0.02; it then probes less often than ``every`` by itself.
         trained: the objective that the loop minimises, "infonce" or "hn"; "" if neither.
         gamma, margin: of the HN objective that is read beside it, or is trained.
         directions: ("i2t", "t2i") for a symmetric loss; one of them where the loss has one (first tower -> second: "i2t"). None
@@ -88,6 +91,7 @@ class Probe:
         output: str | Path | None = None,
         probe_set: str = "default",
         every: int = 5,
+        budget: str | float | None = None,
         trained: str = "infonce",
         gamma: float = 0.5,
         margin: str = "live",
@@ -112,11 +116,11 @@ class Probe:
             trained=trained,
             quantities=quantity_set(probe_set),
             every=every,
+            budget=None if budget is None else share(percent(budget)),
             second_backward=second_backward,
             structural=reachable_rows(model),
             directions=tuple(directions),
             scale_max=scale_max,
-            optimizer=optimizer,
         )
         if not self.reader.parameters:
             raise ValueError(
@@ -135,14 +139,27 @@ class Probe:
         self._open_step = False
         self._cached = False
         self._normalise: bool | None = None
-        self._unseen = 0
-        self._stepped = False
+        self._rows = 0  # pairs seen since then, of all ranks where the softmax is over those
+        self._passing = 0  # forward passes that the backward under way passes
+        self._in_backward = False  # whether an optimizer ever stepped inside a backward
+        self._failures: Counter[str] = Counter()
         self._overflows: Tensor | None = None
+        self._fused_skips = 0  # steps that a fused optimizer left out
+        self._ending = False
         self._local: LocalNorm | None = None
         self._local_unscale: Tensor | float = 1.0
         self._until_step: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._ended = time.perf_counter()
+        self._optimizers = OptimizerWatch(
+            self.reader.parameters,
+            optimizer,
+            ready=self._gradient_ready,
+            updated=self._updated,
+            inside=self._stepped_inside,
+            over=lambda left_out: self._end_step(int(left_out > 0)),
+        )
+        self.reader.optimizer = cast(Optimizer, self._optimizers)
 
     # ---- attaching
 
@@ -151,23 +168,25 @@ class Probe:
         if self._undo:
             raise ValueError("this probe is attached already; detach it first")
         self._source.attach()
-        self._undo = [self._source.detach]
-        if self.reader.optimizer is not None:
-            self._watch_optimizer(self.reader.optimizer)
-        else:
-            self._undo.append(register_optimizer_step_pre_hook(self._find_optimizer).remove)
+        self._optimizers.attach()
+        self._undo = [self._source.detach, self._optimizers.detach]
         if self.scaler is not None:
-            self._watch_scaler()
+            self._undo.append(replace_method(self.scaler, "step", self._optimizers.scaled))
+        self._ended = time.perf_counter()
         return self
 
     def detach(self, *, complete: bool = False) -> None:
         """Takes every hook away and closes the log; ``complete`` marks the run as one that reached its end. May be called twice."""
+        if self._undo:
+            self._optimizers.next_step()
         self.reader.abandon()
         if self._local is not None:
             self._local.remove()
         for undo in (*self._until_step, *reversed(self._undo)):
             undo()
-        self._until_step, self._undo = [], []
+        self._until_step, self._undo, self._local = [], [], None
+        self._open_step, self._micro, self._passing = False, 0, 0
+        self._say_how_often()
         self._log.close(complete)
 
     def __enter__(self) -> Probe:
@@ -175,35 +194,6 @@ class Probe:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.detach(complete=kind is None)
-
-    def _watch_optimizer(self, optimizer: Optimizer) -> None:
-        self.reader.optimizer = optimizer
-        self._undo += [
-            optimizer.register_step_pre_hook(self._before_step).remove,
-            optimizer.register_step_post_hook(self._after_step).remove,
-        ]
-
-    def _find_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The first optimizer that steps one of our parameters is ours."""
-        if self.reader.optimizer is not None:
-            return
-        ours = {id(parameter) for parameter in self.reader.parameters}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            self._watch_optimizer(optimizer)  # its own hooks come after this one, in this very step
-
-    def _watch_scaler(self) -> None:
-        """A step that the scaler skips never reaches the optimizer's hooks: only the scaler itself knows of it."""
-        original = self.scaler.step
-
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._stepped = False
-            result = original(optimizer, *args, **kwargs)
-            if optimizer is self.reader.optimizer and not self._stepped:
-                self._end_step(skipped=1)
-            return result
-
-        self.scaler.step = step
-        self._undo.append(lambda: self.scaler.__dict__.pop("step", None) and None)
 
     # ---- forward
 
@@ -236,20 +226,35 @@ class Probe:
         """One micro-batch on its way into the loss. ``whole``: one backward passes all of its rows; if not, embeddings are cached
         and the towers are passed in pieces, so that no single backward leaves this batch's gradient behind."""
         live = seen.image.requires_grad or seen.text.requires_grad
-        if whole and not live:
+        if (whole and not live) or self._optimizers.trying:
             return
+        self._optimizers.next_step()
+        self._ending = False
         self._begin()
         self._micro, self._cached = self._micro + 1, not whole
+        self._rows += len(seen.text) * (distributed.world() if self._gathers() else 1)
         due = self.reader.due
-        if due:
+        again = self.reader.opened and whole  # the last one before the backward is measured: an evaluation may come in between
+        if due or again:
             try:
                 self._open(seen, whole, captions, lengths)
             except Exception as error:  # a diagnostic must never end a training run
                 self.reader.fail("embeddings", error)
         if self._cached and due:
             self._watch_parameters()
-        elif live and not self._cached and (due or self.reader.reading):
-            _when_backward_ends(seen.image if seen.image.requires_grad else seen.text, self._backward_ended)
+        elif live and not self._cached and (due or again or self.reader.reading):
+            self._when_backward_ends(seen.image if seen.image.requires_grad else seen.text)
+
+    def _when_backward_ends(self, rows: Tensor) -> None:
+        """Once the whole backward that passes ``rows`` is over."""
+
+        def hook(gradient: Tensor) -> None:
+            handle.remove()
+            self._passing += 1
+            _queue(self._backward_ended)
+
+        handle = rows.register_hook(hook)
+        self._until_step.append(handle.remove)
 
     def _watch_parameters(self) -> None:
         """Embeddings that are cached are passed by no backward of their own: the towers' backwards are noticed at the parameters."""
@@ -270,7 +275,7 @@ class Probe:
 
     def _begin(self) -> None:
         if not self._open_step:
-            self._open_step, self._micro = True, 0
+            self._open_step, self._micro, self._rows, self._passing = True, 0, 0, 0
             self._index += 1
             self.reader.begin(self._index, self._samples)
 
@@ -290,7 +295,10 @@ class Probe:
         ids = ids if ids is not None and len(ids) == len(seen.text) else None
         observed = self._observed(embeddings, None if captions is None else tuple(captions), ids, lengths)
         self._log.width = len((observed.candidates or embeddings).text)
+        self.reader.abandon()
         if distributed.world() > 1 and not self.reader.sharded and "accumulation" in self.reader.quantities:
+            if self._local is not None:
+                self._local.remove()
             self._local = LocalNorm(self.reader.parameters)
         self.reader.open(embeddings, observed, own_grad=whole)
 
@@ -324,39 +332,45 @@ class Probe:
         if self._local is not None:
             self._local.remove()
             self._local_unscale = unscale
-        self.reader.close(unscale)
+        alone, self._passing = self._passing <= 1 and not self._in_backward, 0
+        self.reader.close(unscale, alone=alone)
         self.reader.backward_ended(unscale)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A loop that hands a closure (Lightning, L-BFGS) runs forward, backward and clipping inside the step."""
-        self._stepped = True
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
-        if closure is None:
-            self._gradient_ready(optimizer)
-            return None
-
-        def watched() -> Any:
-            result = closure()
-            self._gradient_ready(optimizer)
-            return result
-
-        return (args[0], watched, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
-
-    def _gradient_ready(self, optimizer: Optimizer) -> None:
+    def _gradient_ready(self, optimizer: Optimizer) -> bool:
+        """Before the weights change. False for an optimizer that comes after the step is over, with no forward pass of its own."""
         if self._micro == 0:
+            if self._in_backward or self._optimizers.is_late(optimizer):
+                return False
             self._begin()
             self._say_unseen()
+        if self.reader.opened:
+            self._lost()
         if self._local is not None:
             by_rank = self._local.by_rank(self._local_unscale, self.reader.parameters[0].device)
             self.reader.add(Reading(quantity="accumulation", key="norm_by_rank", term="total", value=by_rank, unit="nat / weight"))
             self._local = None
         fused = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides in its own kernel
         self.reader.accumulated([], 1.0 if fused is None else fused.detach().reciprocal())
+        return True
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        skipped = self._skipped_inside(optimizer)
-        self.reader.updated(bool(skipped))
-        self._end_step(skipped)
+    def _updated(self, optimizer: Optimizer) -> None:
+        self._fused_skips += self._skipped_inside(optimizer)
+        self.reader.updated(bool(self._fused_skips))
+
+    def _stepped_inside(self) -> None:
+        """Optimizers that step while the backward runs: it ends, and the step with it."""
+        if not self._in_backward:
+            self.reader.failures.append(
+                f"step {self._index}: an optimizer steps inside the backward, so that no averaged gradient and no update are there to "
+                "read; readings end with phase 'batch'"
+            )
+        self._in_backward = True
+        if not self._ending:
+            self._begin()
+            if self._micro == 0:
+                self._say_unseen()
+            self._ending = True
+            _queue(lambda: self._end_step(0))
 
     def _skipped_inside(self, optimizer: Optimizer) -> int:
         """A fused optimizer leaves a step out in its own kernel, hooks and all. Counted on the device, and read on probed steps: the
@@ -371,36 +385,79 @@ class Probe:
         return count
 
     def _say_unseen(self) -> None:
-        self._unseen += 1
-        if self._unseen % UNSEEN_EVERY == 1:
-            where = "the loss was not called" if self.loss is not None else "the model returned no two matrices of embeddings"
-            self.reader.failures.append(
-                f"step {self._index}: the optimizer stepped, but no embeddings were seen: {where}, or its hook became a no-op "
-                "(a module compiled after attaching). Give the module that the loop calls, loss=, or use probe.watch"
-            )
+        where = "the loss was not called" if self.loss is not None else "the model returned no two matrices of embeddings"
+        self.reader.failures.append(
+            f"step {self._index}: the optimizer stepped, but no embeddings were seen: {where}, or its hook became a no-op "
+            "(a module compiled after attaching, or in place). Give the module that the loop calls, loss=, or use probe.watch"
+        )
+
+    def _lost(self) -> None:
+        self.reader.abandon()
+        self.reader.fail("embeddings", RuntimeError("no backward passed the embeddings that were seen, or it did not end"))
 
     def _end_step(self, skipped: int) -> None:
+        if not self._open_step:
+            return
+        try:
+            self._write_step(max(skipped, self._fused_skips))
+            self._log.write_costs(self.reader.ended(time.perf_counter() - self._ended))
+        except Exception as error:  # a full disk, a folder that is gone: the training goes on
+            self.reader.failures.append(f"step {self._index}: the readings could not be written: {type(error).__name__}: {error}")
+        self._say_failures()
         for undo in self._until_step:
             undo()
         self._until_step = []
-        self.reader.stamps = self._stamps()
-        rows = self.reader.flush()
-        now = time.perf_counter()
-        if rows:
-            self.last = {(row["quantity"], row["term"], row["key"]): row["value"] for row in rows}
-        loss_scale = None if self.scaler is None else float(self.scaler.get_scale()) if rows or skipped else None
-        facts = {"seconds": now - self._ended, "probe_seconds": sum(self.reader.seconds.values()), "micro_batches": self._micro}
-        optimizer = self.reader.optimizer
-        lr = float(optimizer.param_groups[0]["lr"]) if optimizer is not None and (rows or skipped) else None
-        self._log.write(self._index, self._samples, self.epoch, rows, skipped=skipped, loss_scale=loss_scale, lr=lr, facts=facts)
-        for failure in self.reader.failures:
-            console.print(failure, style="yellow", markup=False)
-            self._log.say(failure)
-        self.reader.failures.clear()
-        self._samples += self._log.width * (1 if self._cached else self._micro)
-        self._open_step, self._micro = False, 0
+        self._samples += self._log.width if self._cached else self._rows
+        self._open_step, self._micro, self._fused_skips, self._ending = False, 0, 0, False
         self._source.token_ids = None
         self._ended = time.perf_counter()
+
+    def _write_step(self, skipped: int) -> None:
+        if self.reader.reading or self.reader.failures:
+            self.reader.stamps = self._stamps()
+        rows = self.reader.flush()
+        if not rows and not skipped:
+            return
+        if rows:
+            self.last = {(row["quantity"], row["term"], row["key"]): row["value"] for row in rows}
+            self._say_another_loss()
+        facts = {
+            "seconds": time.perf_counter() - self._ended,
+            "probe_seconds": sum(self.reader.seconds.values()),
+            "micro_batches": self._micro,
+        }
+        used = self.scaler is not None and getattr(self.scaler, "_scale", None) is not None
+        loss_scale = float(self.scaler.get_scale()) if used else None
+        lr = next((float(group["lr"]) for group in self._optimizers.param_groups), None)
+        start = time.perf_counter()
+        self._log.write(self._index, self._samples, self.epoch, rows, skipped=skipped, loss_scale=loss_scale, lr=lr, facts=facts)
+        self.reader.seconds["write"] = time.perf_counter() - start  # part of the price, known too late to be in ``facts``
+
+    def _say_another_loss(self) -> None:
+        agreement = self.last.get(("hooks", self.reader.trained, "agreement"), 1.0)
+        if self.reader.trained and agreement < AGREES:
+            self.reader.failures.append(
+                f"step {self._index}: the gradient at the embeddings is not that of '{self.reader.trained}' (cosine below {AGREES}): the "
+                "loop trains another loss (SigLIP, another scale, further terms: then trained=''), or rounding has taken what is left of it"
+            )
+
+    def _say_failures(self) -> None:
+        """Each in full once; how often it came is said at the end."""
+        for failure in self.reader.failures:
+            what = failure.split(": ", 1)[-1]
+            self._failures[what] += 1
+            if self._failures[what] == 1:
+                console.print(failure, style="yellow", markup=False)
+                self._log.say(failure)
+        self.reader.failures.clear()
+
+    def _say_how_often(self) -> None:
+        self._say_failures()
+        for failure, times in self._failures.items():
+            if times > 1:
+                console.print(f"the probe, {times} times: {failure}", style="yellow", markup=False)
+                self._log.say(f"{times} times: {failure}")
+        self._failures.clear()
 
     def _stamps(self) -> str:
         hn = self.reader.objectives["hn"]
@@ -417,16 +474,6 @@ class Probe:
             parts.append(f"softmax over {world} ranks" if self._gathers() else f"softmax of rank {distributed.rank()}")
             parts.append(f"gradients averaged over {world} ranks")
         return "; ".join(parts)
-
-
-def _when_backward_ends(rows: Tensor, ended: Callable[[], None]) -> None:
-    """Calls ``ended`` once the whole backward that passes ``rows`` is over."""
-
-    def hook(gradient: Tensor) -> None:
-        handle.remove()
-        _queue(ended)
-
-    handle = rows.register_hook(hook)
 
 
 def _queue(ended: Callable[[], None]) -> None:

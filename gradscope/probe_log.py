@@ -6,6 +6,7 @@ and for skipped steps only: reading the loss of every step would make a device w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class ProbeLog:
         self.width = 0
         self.precision = ""
         self.first_step = first_step
+        self._written = first_step - 1
         self.trained = trained
         self._tables: dict[str, dict[str, Any]] = {
             "data": {"name": "the loop's own"},
@@ -38,17 +40,18 @@ class ProbeLog:
         }
         self._log: RunLog | None = None
         self._said: list[str] = []
-        if self.output is not None and first_step == 1 and self.output.exists() and any(self.output.iterdir()):
-            raise ValueError(f"'{output}' is not empty; choose another output, or continue that run with first_step above 1")
+        if self.output is not None:
+            _check_folder(self.output, first_step)
 
     def _opened(self) -> RunLog | None:
         if self._log is None and self.output is not None:
             facts = provenance(width=self.width, loop="not gradscope's")
             self._tables["train"] = {"precision": self.precision, "batch_size": self.width}
             if self.first_step > 1:
-                self._log = RunLog.reopen(self.output, step=self.first_step - 1, provenance=facts)
+                self._log = RunLog.reopen(self.output, step=self._written, provenance=facts)
             else:
                 self._log = RunLog.create(self.output, recipe_toml=tomli_w.dumps(self._tables), provenance=facts)
+            self.first_step = 2  # attached again, the run is continued
             for line in self._said:
                 self._log.console(line)
             self._said = []
@@ -72,11 +75,17 @@ class ProbeLog:
         log = self._opened() if readings or skipped else None
         if log is None:
             return
+        self._written = step
         log.write_readings(readings)
         values = {(row["quantity"], row["term"], row["key"]): row["value"] for row in readings}
         row = {"step": step, "samples": samples, "epoch": epoch, "loss": values.get(("loss", self.trained or "infonce", "trained"))}
         row |= {"scale": values.get(("scale", "", "value")), "grad_norm": values.get(("accumulation", "total", "norm"))}
         log.write_steps([{**row, "lr": lr, "loss_scale": loss_scale, "skipped": skipped, **facts}])
+
+    def write_costs(self, readings: Sequence[Mapping[str, Any]]) -> None:
+        """Readings on what a step cost, known only when all else has been written."""
+        if self._log is not None:
+            self._log.write_readings(readings)
 
     def say(self, line: str) -> None:
         """A line for the run's console log; kept until there is one."""
@@ -90,3 +99,16 @@ class ProbeLog:
         if self._log is not None:
             (self._log.finish if complete else self._log.close)()
             self._log = None
+
+
+def _check_folder(output: Path, first_step: int) -> None:
+    """What would fail at the first reading, in the middle of somebody's training, fails before it."""
+    if first_step > 1:
+        if not (output / "provenance.json").exists():
+            raise ValueError(f"'{output}' is no run to continue; give the folder of one, or leave first_step at 1")
+        return
+    standing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not standing.is_dir() or not os.access(standing, os.W_OK | os.X_OK):
+        raise ValueError(f"'{output}' cannot be written: '{standing}' is no folder that may be written to; choose another output")
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"'{output}' is not empty; choose another output, or continue that run with first_step above 1")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gradscope.cadence import percent, share
 from gradscope.quantities import SETS
 from gradscope.registry import unknown_name
 from gradscope.sinks import parse as parse_sinks
@@ -128,7 +129,7 @@ class ProbeSettings:
     @property
     def share(self) -> float | None:
         """The budget as a number, or None."""
-        return float(self.budget.rstrip("%")) / 100 if self.budget else None
+        return share(self.budget) if self.budget else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +235,7 @@ def _table(table: str, values: Mapping[str, Any]) -> Any:
     for key, value in values.items():
         if key not in fields:
             raise ValueError(unknown_name(f"key of [{table}]", key, list(fields)))
-        value = _percent(value) if (table, key) == ("probe", "budget") else value
+        value = percent(value) if (table, key) == ("probe", "budget") and value != "" else value
         typed[key] = _typed(f"{table}.{key}", value, fields[key])
     return dataclasses.replace(default, **typed)
 
@@ -247,20 +248,6 @@ def _typed(name: str, value: Any, default: Any) -> Any:
         words = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}
         raise ValueError(f"{name} must be {words[wanted]}; got {value!r}")
     return value
-
-
-def _percent(value: Any) -> Any:
-    """A budget, "2%" or 0.02, as "2%"; "" stays what it is. Raises ValueError unless it is above 0 and below 100 %."""
-    if value == "":
-        return value
-    text = str(value).strip()
-    try:
-        percent = float(text[:-1]) if text.endswith("%") else 100 * float(text)
-    except ValueError:
-        percent = math.nan
-    if isinstance(value, bool) or not 0 < percent < 100:
-        raise ValueError(f"--probe-budget is a share of a step's time above 0 and below 100 %, such as 2% or 0.02; got {value!r}")
-    return f"{percent:.6g}%"
 
 
 def _with_presets(recipe: Recipe, given: set[str], overridden: set[str]) -> Recipe:
