@@ -107,7 +107,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 def heading(diagnosis: Diagnosis) -> str:
     """One line: what was looked at and what came out."""
     view = diagnosis.view
-    what = {"infonce": "InfoNCE", "hn": "HN"}.get(view.trained, "objective not known")
+    what = {"infonce": "InfoNCE", "hn": "HN"}.get(view.trained, "InfoNCE as read")
     width = "width not known" if view.width is None else f"width {view.width}"
     count = {s: sum(f.severity == s for f in diagnosis.findings) for s in SEVERITIES}
     found = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in count.items() if n) or "nothing found"

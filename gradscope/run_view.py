@@ -114,8 +114,8 @@ class Series:
 class View:
     """A run, or a log of another tool, as rules see it.
 
-    ``kind`` is "run" or the kind of log; ``trained`` "infonce", "hn" or "" (not known); ``width`` None where it is not known.
-    ``notes`` are facts on how the log was read, to be shown.
+    ``kind`` is "run" or the kind of log; ``trained`` "infonce", "hn" or "" (not known, or nothing is trained); ``width`` None where it
+    is not known. ``notes`` are facts on how the log was read, to be shown.
     """
 
     path: Path
@@ -232,7 +232,9 @@ class View:
 def view_run(path: Path) -> View:
     """A run directory as rules see it. Raises ValueError if it is none, or cannot be read."""
     run = Run(path)
-    trained = run.recipe.get("objective", {}).get("name", "")
+    # ``gradscope probe`` reads checkpoints at fixed weights: no rate was logged, and nothing was trained.
+    trains = "lr" in run.steps or "loop" in run.provenance
+    trained = run.recipe.get("objective", {}).get("name", "") if trains else ""
     width = run.provenance.get("width")
     notes = [f"{table}.jsonl: {count} rows of a superseded attempt left out" for table, count in _counted(run) if count]
     if not run.done:

@@ -284,6 +284,16 @@ def test_a_step_without_a_row_was_not_skipped(tmp_path: Path) -> None:
     assert every.epochs.tolist() == [1, 1, 1, 1, 1, 2, 2, 2, 2]
 
 
+def test_readings_at_fixed_weights_are_of_nothing_trained(tmp_path: Path) -> None:
+    """As ``gradscope probe`` writes them: no rate, no update."""
+    hn = {"objective.name": "hn", "objective.gamma": 0.5}
+    beaten = {("gap", "violated_with_margin.*", "hn"): 1.0, ("captions", "margin_logits", ""): 40.0, ("loss", "true", "hn"): 25.0}
+    path = hand_run(tmp_path / "run", beaten, recipe=hn, columns={"lr": None, "skipped": None})
+    view = look(path)
+    assert (view.trained, view.term) == ("", "infonce")
+    assert not diagnose(view).findings
+
+
 # ---- the command
 
 

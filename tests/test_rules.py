@@ -292,6 +292,7 @@ class Loop:
     lr: float = 1e-4
     steps: int = 8
     loss: Callable[..., Tensor] = clip_loss
+    spoil: Callable[[Tensor], Tensor] = lambda y: y
     change: Callable[[Towers], None] = lambda towers: None
     probe: dict[str, Any] = field(default_factory=dict)
 
@@ -305,8 +306,7 @@ class Loop:
                 x = torch.randn(self.width, 64, generator=generator)
                 y = x + self.noise * torch.randn(self.width, 64, generator=generator)
                 optimizer.zero_grad()
-                factor = self.fading(step)
-                (factor * self.loss(*towers(x, y))).backward()
+                (self.fading(step) * self.loss(*towers(x, self.spoil(y)))).backward()
                 optimizer.step()
         return diagnose(look(path))
 
@@ -330,6 +330,10 @@ def in_bf16(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         return clip_loss(image, text, scale)
 
 
+def swap_two(rows: Tensor) -> Tensor:
+    return torch.cat([rows[1:2], rows[:1], rows[2:]])
+
+
 def one_place(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return clip_loss(image, text, scale) + 100 * (image[:, 0] - 1).square().mean()
 
@@ -343,6 +347,13 @@ LOOPS = [
     ),
     (Loop(width=8, noise=0.0, scale=90.0), "GS007", "logit gap of 80", {"GS001", "GS004", "GS005", "GS009"}),
     (Loop(width=8, noise=0.0, scale=600.0), "GS008", "logit gap of 500", {"GS001", "GS004", "GS007", "GS009"}),
+    (Loop(width=64, noise=0.05, scale=40.0, spoil=swap_two), "GS006", "two pairs of 64 swapped, all others solved", {"GS005"}),
+    (
+        Loop(steps=34, lr=0.03, noise=0.5, spoil=lambda rows: rows.roll(1, 0)),
+        "GS015",
+        "every picture with its neighbour's caption",
+        {"GS016", "GS022"},
+    ),
     (Fading(steps=10), "GS010", "loss multiplied by 1e-4 from step 5 on", {"GS026"}),
     (
         Loop(width=8, noise=0.05, scale=99.9999, lr=1e-9, probe={"scale_max": 99.9999}),
@@ -360,6 +371,23 @@ LOOPS = [
 @pytest.mark.parametrize(("loop", "rule", "how", "also"), LOOPS, ids=[f"{rule}-{how.replace(' ', '-')}" for _, rule, how, _ in LOOPS])
 def test_loops_of_others_that_are_broken(loop: Loop, rule: str, how: str, also: set[str], tmp_path: Path) -> None:
     assert {rule} <= ids(loop(tmp_path / "run")) <= {rule} | also
+
+
+def test_a_loss_that_overflows_every_third_step(tmp_path: Path) -> None:
+    """The GradScaler skips those steps; the probe sees that, and only probed and skipped steps have a row."""
+    towers, scaler = Towers(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.AdamW(towers.parameters(), lr=1e-4)
+    with Probe(towers, output=tmp_path / "run", every=5, scaler=scaler):
+        for step in range(30):
+            x = torch.randn(32, 64)
+            optimizer.zero_grad()
+            loss = clip_loss(*towers(x, x + 1.5 * torch.randn(32, 64)))
+            scaler.scale(loss * (math.inf if step % 3 == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    diagnosis = diagnose(look(tmp_path / "run"))
+    assert ids(diagnosis) == {"GS012"}
+    assert diagnosis.findings[0].evidence[0].value == pytest.approx(10 / 30, abs=0.01)
 
 
 # ---- healthy runs

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradscope.rules import Finding, found, rules, where_measured
-from gradscope.run_view import Unmeasured, View
+from gradscope.run_view import Evidence, Unmeasured, View
 
 
 @rules.register("GS012")
@@ -37,12 +37,11 @@ class LossScale:
         share = float(after.mean())
         if share < self.share and self._last_scale(view) >= 1.0:
             return None
+        steps = (every.whole().evidence("share of steps skipped after the first accepted one", share),)
+        scale = where_measured(lambda: self._scale_evidence(view))
         return found(
             self,
-            every.whole().evidence("share of steps skipped after the first accepted one", share),
-            *where_measured(
-                lambda: (w := view.column("loss_scale").whole()).evidence("loss scale at the end", float(w.values[-1]), "factor")
-            ),
+            *(scale + steps if share < self.share else steps + scale),
             cause="The scaled gradient overflows fp16: those batches teach nothing, and the factor falls until small "
             "gradients round to 0.",
             action="--precision bf16 (no loss scale needed) or fp32; else a lower --lr or --set train.grad_clip=1.",
@@ -51,7 +50,9 @@ class LossScale:
         )
 
     def _last_scale(self, view: View) -> float:
-        try:
-            return float(view.column("loss_scale").whole().values[-1])
-        except Unmeasured:
-            return 1.0
+        found_scale = where_measured(lambda: self._scale_evidence(view))
+        return found_scale[0].value if found_scale else 1.0
+
+    def _scale_evidence(self, view: View) -> Evidence:
+        window = view.column("loss_scale").whole()
+        return window.evidence("loss scale at the end", float(window.values[-1]), "factor")

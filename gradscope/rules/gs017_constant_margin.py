@@ -32,7 +32,7 @@ class ConstantMargin:
 
     def __call__(self, view: View) -> Finding | None:
         if not view.trained:
-            raise Unmeasured("the trained objective is not known of this log")
+            raise Unmeasured("no objective is known to be trained")
         if view.trained != "hn":
             return None
         beaten = view.both("gap", "violated_with_margin", "hn").recent(self.least)

@@ -34,7 +34,7 @@ class UpdateTooLarge:
             return None
         return found(
             self,
-            *moved,
+            *sorted(moved, key=lambda evidence: -evidence.value),
             cause="Each step replaces a sizeable part of the weights: what was pretrained is gone after a few.",
             action=f"Lower --lr tenfold or more (now {view.setting_or('train.lr', 'not known')}), with some warm-up: "
             "--set train.warmup=100.",

@@ -3,7 +3,8 @@
 Evidence   parts of the probe that failed; a probe that was on and read nothing; gradients that passed by at the embeddings in another
            direction than the objective's own (cosine under ``agreement``), or thousands of times longer.
 Cause      a dead hook, a further loss term, another scale or mask in the loop's loss, a loss scale the probe was not told.
-Silent     a weighted token term (its gradient is meant to be in it); objective not known; fewer than ``least`` measured batches.
+Silent     on the direction: a weighted token term (its gradient is meant to be in it), and saturated batches, where rounding alone
+           turns what is left of a gradient; objective not known; fewer than ``least`` measured batches.
 Mislead    half-precision logits lower the agreement by their rounding, to about .999.
 """
 
@@ -13,7 +14,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradscope.rules import LOGGED, MEASURED, Finding, found, rules
+from gradscope.rules.saturated import under_1e3
 from gradscope.run_view import Evidence, Unmeasured, View
+from gradscope.verdict import SATURATED
+
+LONGER = "its length in units of the objective's own, median"
 
 
 @rules.register("GS026")
@@ -65,6 +70,8 @@ class ProbeSilent:
             factor = view.reading("hooks", "factor", view.trained).recent(self.least)
         except Unmeasured:
             return []
+        if under_1e3(view, self.least).mean() >= SATURATED:  # then rounding alone may turn what is left of the gradient
+            return [factor.evidence(LONGER, factor.median(), "ratio")] if factor.median() > self.factor else []
         low = [agreement.evidence("cosine with the objective's own gradient, median", agreement.median(), "cosine")]
-        long = [factor.evidence("its length in units of the objective's own, median", factor.median(), "ratio")]
+        long = [factor.evidence(LONGER, factor.median(), "ratio")]
         return (low if agreement.median() < self.agreement else []) + (long if factor.median() > self.factor else [])
