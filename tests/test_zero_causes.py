@@ -307,6 +307,13 @@ def test_transposed_and_grouped_convolutions_norms_and_attention_know_their_unit
     assert by_name["attention.in_proj_weight.q"] == zeros()
 
 
+def test_places_of_a_kernel_that_only_meet_padding_are_structural() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 4, 1))
+    found = account(model, lambda run: run.model(run.cast(torch.rand(2, 2, 1, 1))).square().sum())  # one pixel: the middle alone counts
+    assert found.total().zeros == zeros(structural=8 * 6)
+
+
 def test_zeros_of_the_key_bias_are_structural() -> None:
     class Attend(nn.Module):
         def __init__(self) -> None:
@@ -429,6 +436,56 @@ def test_nothing_of_the_model_changes(dtype: torch.dtype) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+class Moving(nn.Module):
+    """Buffers that are replaced, not written to; spectral normalisation, which moves on whenever its weight is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        self.average = 0.9 * self.average + out.detach().mean(0)
+        self.seen = torch.ones(())
+        return out + self.average
+
+
+def test_buffers_that_are_replaced_are_the_old_ones_again() -> None:
+    model = Moving()
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    gradient = [measure(model, lambda run: run.model(torch.ones(2, 4)).square().sum(), torch.float32, 1.0).gradient for _ in range(2)]
+    account(model, lambda run: run.model(run.cast(torch.ones(2, 4))).square().sum())
+    assert dict(model.named_buffers()).keys() == before.keys()
+    assert model.seen is None
+    for name, buffer in model.named_buffers():
+        assert buffer is before[name][0]
+        assert torch.equal(buffer, before[name][1])
+    assert all(torch.equal(a, b) for a, b in zip(*(g.values() for g in gradient), strict=True))
+
+
+def test_a_sparse_gradient_is_counted_like_a_dense_one() -> None:
+    torch.manual_seed(1)
+    dense = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+    sparse = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    sparse.load_state_dict(dense.state_dict())
+    both = [account(model, lambda run: run.model(IDS).square().sum()).total() for model in (dense, sparse)]
+    assert both[0] == both[1]
+    assert both[1].zeros == zeros(structural=6 * 4)
+
+
+@pytest.mark.parametrize("kind", [torch.FloatTensor, "torch.FloatTensor", torch.float32])
+def test_older_words_for_a_cast_are_understood(kind: object) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(2, 2)
+    wide = reference(model, lambda run: run.model(run.cast(torch.ones(1, 2))).type(kind).exp().sum(), torch.float64)
+    twin = nn.Linear(2, 2).double()
+    twin.load_state_dict(model.state_dict())
+    twin(torch.ones(1, 2).double()).exp().sum().backward()
+    torch.testing.assert_close(wide["weight"], twin.weight.grad, rtol=1e-13, atol=0)
+
+
 def test_all_passes_draw_the_same_dropout() -> None:
     model = Restless()
     torch.manual_seed(random.randrange(2**30))
@@ -508,6 +565,11 @@ def test_masks_and_references_that_do_not_fit_are_refused() -> None:
         account(Every(), shrunk(1.0), structural={"table.weight": torch.ones(3, dtype=torch.bool)})
     with pytest.raises(ValueError, match="a float64 pass needs float64 parameters"):
         account(Every(), shrunk(1.0), dtype=torch.float64)
+    for narrow in (torch.float32, torch.bfloat16):  # autocast leaves float64 as it is
+        with pytest.raises(ValueError, match="the model has float64 ones"):
+            account(Every().double(), shrunk(1.0), dtype=narrow)
+    with pytest.raises(ValueError, match="no parameter of the model trains"):
+        account(Every().requires_grad_(False), shrunk(1.0))
     for wrong in ([torch.float16], [torch.float64, torch.float32], [torch.float32]):
         with pytest.raises(ValueError, match="references must be wider"):
             account(Every(), shrunk(1.0), references=wrong)
@@ -517,11 +579,22 @@ def test_masks_and_references_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
-def test_the_second_moment_is_the_one_the_coming_step_forms(optimizer_class: type, steps: int) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.Adam, {"weight_decay": 0.3}),
+        (torch.optim.AdamW, {"weight_decay": 0.3, "amsgrad": True, "maximize": True}),
+        (torch.optim.Adam, {"weight_decay": 0.3, "maximize": True}),
+    ],
+)
+def test_the_second_moment_is_the_one_the_coming_step_forms(kind: tuple, steps: int) -> None:
+    optimizer_class, more = kind
     torch.manual_seed(random.randrange(2**30))
     model = Every()
-    optimizer = optimizer_class([p for p in model.parameters() if p.requires_grad], lr=1e-3, betas=(0.8, 0.9), eps=1e-4)
+    optimizer = optimizer_class([p for p in model.parameters() if p.requires_grad], lr=1e-3, betas=(0.8, 0.9), eps=1e-4, **more)
     for _ in range(steps):
         optimizer.zero_grad()
         (shrunk(1.0)(Pass(model=model, dtype=torch.float32)) * 10).backward()
@@ -535,7 +608,8 @@ def test_the_second_moment_is_the_one_the_coming_step_forms(optimizer_class: typ
         if parameter.grad is None:
             continue
         state = optimizer.state[parameter]
-        roots = (state["exp_avg_sq"].double() / (1 - 0.9 ** float(state["step"]))).sqrt().flatten().tolist()
+        second = state["max_exp_avg_sq" if "max_exp_avg_sq" in state else "exp_avg_sq"]
+        roots = (second.double() / (1 - 0.9 ** float(state["step"]))).sqrt().flatten().tolist()
         for g, root in zip(parameter.grad.double().flatten().tolist(), roots, strict=True):
             want["eps_dominated"] += g != 0 and root < 1e-4
             want["stale"] += 0 < abs(g) < root / 100
@@ -543,7 +617,7 @@ def test_the_second_moment_is_the_one_the_coming_step_forms(optimizer_class: typ
     assert found.invisible == want
     if steps:
         assert want["stale"]
-    else:
+    elif "weight_decay" not in more or optimizer_class is torch.optim.AdamW:
         assert want["eps_dominated"]
 
 
@@ -552,6 +626,10 @@ def test_without_an_adam_nothing_is_claimed() -> None:
     found = account(model, shrunk(1.0), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert set(found.total().invisible) == {"squared_underflow"}
     assert "in no Adam" in found.notes[0]
+    adamax = torch.optim.Adamax(model.parameters())
+    shrunk(1.0)(Pass(model=model, dtype=torch.float32)).backward()
+    adamax.step()  # remembers a maximum, not a mean of squares
+    assert set(account(model, shrunk(1.0), optimizer=adamax).tensors[0].tally.invisible) == {"squared_underflow"}
     fresh = account(Factors([ALIVE, (1e-9, 1.0), (1e-30, 1.0)]), run_alone)  # the first step of any Adam: sqrt(v_hat) = |g|
     assert fresh.total().invisible == {"squared_underflow": 1, "eps_dominated": 2, "stale": 0}
 

@@ -4,7 +4,8 @@ Table A, exact zeros, disjoint, first match wins:
     frozen                 the parameter does not train: never in the gradient
     unused                 it trains, but the loss does not reach it (no gradient at all)
     structural             the batch cannot reach the entry: the row of an id that does not occur, a position behind every end of text,
-                           or the bias of attention keys, which shifts all logits of a softmax alike and so has gradient 0 in theory
+                           a place of a convolution's kernel that only ever meets padding, or the bias of attention keys, which shifts
+                           all logits of a softmax alike and so has gradient 0 in theory
     dead_unit              a unit of a layer whose activation, or whose upstream gradient, is zero for the whole batch
     dtype_underflow        non-zero in the next wider dtype; those that the factor 2^k brings back were below the range of this one, the
                            others were rounded away in a sum, or lie beyond every factor
@@ -18,7 +19,8 @@ Table B, non-zero but invisible, each counted on its own, so one entry may be in
 
 A dead unit is told from the gradients alone: in EVERY pass that was run (the wider dtypes and the multiplied loss included) its whole
 row of the weight and its bias are zero (nothing comes from above), or its whole column of the weight that reads it is (it is silent).
-A row that is zero through underflow shows itself in one of those passes and so is not dead.
+A row that is zero through underflow shows itself in one of those passes and so is not dead. A branch whose last weight is initialised
+to zero (residual branches, LoRA) is dead in this sense until that weight has moved.
 
 Source: paper facts, section 7.1 and 7.2; peers 4.3, 4.4, G3, G4, G7. How to read: only the two underflows may speak of precision or
 saturation. How it can mislead: first match wins, so a saturated half-precision batch counts as dtype underflow wherever fp32 still

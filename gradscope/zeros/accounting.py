@@ -175,19 +175,25 @@ class _Adam:
     eps: float
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        group = self._group(parameter)
-        return self.optimizer is None or (group is not None and "betas" in group)
+        if self.optimizer is None:
+            return True
+        group, state = self._group(parameter), self.optimizer.state.get(parameter, {})
+        return group is not None and {"betas", "eps"} <= set(group) and (not state or {"exp_avg_sq", "step"} <= set(state))
 
     def root(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, float]:
         """Of the gradient's shape, and the eps that it is held against."""
         group = self._group(parameter)
         if self.optimizer is None or group is None:
             return gradient.abs(), self.eps
+        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):  # decay is part of what Adam remembers
+            gradient = gradient + group["weight_decay"] * parameter.detach() * (-1 if group.get("maximize") else 1)
         state = self.optimizer.state.get(parameter, {})
-        if "exp_avg_sq" not in state:
+        if not state:
             return gradient.abs(), group["eps"]
         beta = group["betas"][1]
         second = beta * state["exp_avg_sq"] + (1 - beta) * gradient * gradient
+        if "max_exp_avg_sq" in state:  # amsgrad
+            second = torch.maximum(second, state["max_exp_avg_sq"])
         return (second / (1 - beta ** (state["step"] + 1))).sqrt(), group["eps"]
 
     def _group(self, parameter: nn.Parameter) -> dict | None:

@@ -75,10 +75,7 @@ def wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 def measure(model: nn.Module, closure: Closure, dtype: torch.dtype, loss_scale: float) -> Measured:
     """Runs the pass on the user's model and searches the largest factor. Raises ValueError for a loss that cannot be used."""
     parameters = _trainable(model)
-    if any(_narrower(p.dtype, dtype) for p in parameters.values()) and dtype not in HALF:
-        raise ValueError(
-            f"a {_word(dtype)} pass needs {_word(dtype)} parameters; give the dtype of the model's, or that of its autocast"
-        )
+    _check_dtypes(parameters, dtype)
     with _kept(model), torch.enable_grad():
         loss = _checked(closure(Pass(model=model, dtype=dtype)), dtype)
         gradient = _gradient(loss, parameters, loss_scale)
@@ -126,11 +123,25 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def _check_dtypes(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+    """Autocast narrows float32 and nothing wider."""
+    if not parameters:
+        raise ValueError("no parameter of the model trains, so there is no gradient to count; set requires_grad on some")
+    fitting = (dtype, torch.float32) if dtype in HALF else (dtype,)
+    wrong = next((p.dtype for p in parameters.values() if p.dtype not in fitting), None)
+    if wrong is not None:
+        needs = " or ".join(_word(fits) for fits in fitting)
+        raise ValueError(
+            f"a {_word(dtype)} pass needs {needs} parameters, the model has {_word(wrong)} ones; give the dtype of the model's, or "
+            "that of its autocast"
+        )
+
+
 def _gradient(loss: Tensor, parameters: Mapping[str, nn.Parameter], factor: float) -> dict[str, Tensor | None]:
-    """The gradient of factor * loss. The graph is kept; ``.grad`` is not touched, and no hook of an optimizer fires."""
+    """The gradient of factor * loss, dense. The graph is kept; ``.grad`` is not touched, and no hook of an optimizer fires."""
     seed = torch.full_like(loss, factor)
     found = torch.autograd.grad(loss, list(parameters.values()), seed, retain_graph=True, allow_unused=True)
-    return dict(zip(parameters, found, strict=True))
+    return {name: None if g is None else g.to_dense() for name, g in zip(parameters, found, strict=True)}
 
 
 def _largest_factor(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> tuple[int | None, dict[str, Tensor]]:
@@ -162,13 +173,18 @@ def _checked(loss: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
-    """Restores random states and buffers afterwards, so that every pass starts from the same."""
+    """Restores random states and buffers afterwards, so that every pass starts from the same: a buffer that was written to has its
+    values again, one that was replaced is the old tensor again."""
+    owned = [(module, dict(module._buffers)) for module in model.modules()]
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        for module, own in owned:
+            module._buffers.clear()
+            module._buffers.update(own)
         with torch.no_grad():
             for buffer, value in buffers.items():
                 buffer.copy_(value)
@@ -186,6 +202,12 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 def _narrower(dtype: object, than: torch.dtype) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < than.itemsize
+
+
+def _dtype_of(kind: Any) -> Any:
+    """A dtype by its older names: torch.FloatTensor, "torch.FloatTensor"."""
+    kind = getattr(torch, kind.rsplit(".", 1)[-1]) if isinstance(kind, str) else kind
+    return getattr(kind, "dtype", kind)
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -215,6 +237,8 @@ class _Widened(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0] if args[0].dtype.itemsize >= self.dtype.itemsize else args[0].to(self.dtype)
+        if func is Tensor.type and len(args) > 1:
+            args = [args[0], _dtype_of(args[1])]
         args = [self._wide(value) for value in args]
         kwargs = {key: self._wide(value) for key, value in (kwargs or {}).items()}
         result = func(*args, **kwargs)

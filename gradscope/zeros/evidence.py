@@ -33,7 +33,7 @@ _LAYERS = (
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     announced: Masks
-    inferred: Masks  # rows of embedding tables that are silent
+    inferred: Masks  # what the batch seems not to reach
     dead: Masks
     next_wider: Masks
     comes_back: Masks  # of those, non-zero under 2^k
@@ -66,7 +66,7 @@ def evidence_of(model: nn.Module, found: Measured, alive: Sequence[Masks], struc
     parameters = dict(model.named_parameters())
     return Evidence(
         announced={name: rows_as_entries(mask, parameters[name]) for name, mask in structural.items()},
-        inferred=_silent_rows(model, silent),
+        inferred=_unreached(model, silent),
         dead=_dead(model, silent),
         next_wider=alive[0] if alive else {},
         comes_back={name: mask & alive[0][name] for name, mask in found.multiplied.items() if name in alive[0]} if alive else {},
@@ -79,13 +79,16 @@ def _either(*masks: Masks) -> Masks:
     return {name: torch.stack([mask[name] for mask in masks if name in mask]).any(0) for name in names}
 
 
-def _silent_rows(model: nn.Module, silent: Masks) -> Masks:
+def _unreached(model: nn.Module, silent: Masks) -> Masks:
+    """Silent rows of embedding tables, and silent places of convolution kernels; nothing where the whole tensor is silent."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept: dict[type, tuple[int, ...]] = {nn.Embedding: (0,), nn.EmbeddingBag: (0,), nn.modules.conv._ConvNd: (2, 3, 4)}
     found = {}
     for module in model.modules():
-        name = names.get(id(module.weight), "") if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ""
-        if name in silent and not silent[name].all():
-            found[name] = silent[name].all(dim=1, keepdim=True)
+        name = names.get(id(module._parameters.get("weight")), "")
+        dims = next((dims for kind, dims in kept.items() if isinstance(module, kind)), None)
+        if dims is not None and name in silent and not silent[name].all():
+            found[name] = silent[name].all(dim=[d for d in range(silent[name].ndim) if d not in dims], keepdim=True)
     return found
 
 
@@ -96,7 +99,8 @@ def _dead(model: nn.Module, silent: Masks) -> Masks:
         if not isinstance(module, _LAYERS):
             continue
         joined = "in_proj_" if isinstance(module, nn.MultiheadAttention) else ""
-        own = [names.get(id(getattr(module, f"{joined}{part}", None)), "") for part in ("weight", "bias")]
+        # Not by getattr: a parametrised weight would be computed anew, and spectral normalisation would move on by one step.
+        own = [names.get(id(module._parameters.get(f"{joined}{part}")), "") for part in ("weight", "bias")]
         masks = dead_entries(silent.get(own[0]), silent.get(own[1]), out_dim=1 if getattr(module, "transposed", False) else 0)
         found |= {name: mask for name, mask in zip(own, masks, strict=True) if mask is not None}
     return found

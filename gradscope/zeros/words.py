@@ -13,7 +13,7 @@ MEANING = {
     "frozen": "belong to parameters that do not train",
     "unused": "belong to parameters that the loss does not reach",
     "structural": "are structural: this batch cannot reach them",
-    "dead_unit": "belong to dead units",
+    "dead_unit": "belong to dead units: no activation, or no gradient from above",
     "dtype_underflow": "are lost in this pass's dtype",
     "saturation_underflow": "are too small even for the next wider dtype: the objective is saturated",
     "unexplained": "are zero in every pass",
