@@ -41,6 +41,6 @@ class SaturatedThoughWide:
             cause="Random negatives of this data no longer confuse the model: it has learned them, or memorised the training set.",
             action=f"Look at the validation first. To go on: {margin}, batches of similar captions, harder data, or stop earlier.",
             effect="The margin keeps a residual on look-alike captions; stopping costs nothing if the validation has levelled off.",
-            verify="The validation R@1 by epoch; gradscope what-if with --objective hn: from which gamma on the "
-            "residual is above 1e-3.",
+            verify="The validation R@1 by epoch; gradscope what-if with --objective hn: from which gamma on the residual is above "
+            "1e-3.",
         )

@@ -40,8 +40,8 @@ class FewRows:
             self,
             done.evidence("share of anchors with a residual under 1e-3", done.mean()),
             rows.evidence(f"anchors that carry the gradient, of {width}, median over batches", rows.median(), "rows"),
-            cause="The mean loss hides that most pairs are done: the update is made by the hardest few, often wrong or "
-            "duplicated pairs.",
+            cause="The mean loss hides that most pairs are done: the update is made by the hardest few, often wrong or duplicated "
+            "pairs.",
             action="Look at those pairs (captions repeated, pictures wrong?); widen the softmax with --accumulate-mode cached, or "
             "lower the rate with --lr so that single rows do not steer the model.",
             effect="A wider softmax gives more anchors a hard negative, and the carried rows rise.",

@@ -33,10 +33,10 @@ class NormUnderflow:
             self,
             window.evidence("share with a norm of 0 in fp32", window.mean()),
             *where_measured(lambda: self._true(view)),
-            cause="An fp32 norm squares its entries: below about 1e-23 every square is 0, and so is the norm that is "
-            "printed and clipped.",
-            action="Read max-abs and the true norm (readings gradient/norm, accumulation/norm); do not clip by this norm "
-            "(--set train.grad_clip=0), and see the finding on saturation for the cause.",
+            cause="An fp32 norm squares its entries: below about 1e-23 every square is 0, and so is the norm that is printed and "
+            "clipped.",
+            action="Read max-abs and the true norm (readings gradient/norm, accumulation/norm); do not clip by this norm (--set "
+            "train.grad_clip=0), and see the finding on saturation for the cause.",
             effect="The readings show how small the gradient is instead of 0.",
             verify="reading gradient/log10_norm is finite.",
         )

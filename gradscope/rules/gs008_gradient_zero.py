@@ -36,12 +36,10 @@ class GradientZero:
             self,
             window.evidence("share of measured batches whose gradient is 0.0 throughout", window.mean()),
             *where_measured(lambda: residual_evidence(view, self.least)),
-            cause="Nothing is left to learn from at this precision: either half precision rounds the gradient to 0, or "
-            "the logit gap is "
-            "beyond what fp32 can express (about 100), or the loss does not reach the parameters.",
-            action="--precision fp32 (or bf16 with fp32 logits); a smaller multiplier (--scale fixed on weights with a "
-            "scale below 50); "
-            "a wider softmax. gradscope zeros tells the causes apart on one batch.",
+            cause="Nothing is left to learn from at this precision: either half precision rounds the gradient to 0, or the logit gap "
+            "is beyond what fp32 can express (about 100), or the loss does not reach the parameters.",
+            action="--precision fp32 (or bf16 with fp32 logits); a smaller multiplier (--scale fixed on weights with a scale below "
+            "50); a wider softmax. gradscope zeros tells the causes apart on one batch.",
             effect="Gradients become non-zero again; whether they are large enough to teach is another question (see saturation).",
             verify="reading zeros/all_zero.parameters is 0 in every batch.",
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
-from gradscope.run_view import Unmeasured, View
+from gradscope.run_view import Evidence, Unmeasured, View
 
 #: The share that must be dominated where nothing says which entries a batch can reach.
 UNKNOWN_REACH = 0.9
@@ -36,21 +36,21 @@ class EpsDominated:
         share = (window.median() - unreached) / (1 - unreached)
         if share < limit:
             return None
+        eps = view.setting_or("train.eps", "not known")
         return found(
             self,
             window.evidence("share of entries with sqrt(v_hat) under eps, unreached rows taken off, median over batches", share),
-            *where_measured(
-                lambda: (w := view.reading("optimizer", "step_q50", "total").recent(self.least)).evidence(
-                    "median normalised step", w.median(), "learning rates"
-                )
-            ),
-            cause="Adam divides by sqrt(v_hat) + eps. Where eps is the larger, steps shrink with the gradient: it "
-            "exists, and moves nothing.",
-            action=f"Bring the gradient back (see saturation), or lower eps: --set train.eps=1e-12 (now "
-            f"{view.setting_or('train.eps', 'not known')}).",
+            *where_measured(lambda: self._step(view)),
+            cause="Adam divides by sqrt(v_hat) + eps. Where eps is the larger, steps shrink with the gradient: it exists, and moves "
+            "nothing.",
+            action=f"Bring the gradient back (see saturation), or lower eps: --set train.eps=1e-12 (now {eps}).",
             effect="The median normalised step returns to the order of 0.1 learning rates.",
             verify="readings optimizer/eps_dominated and optimizer/step_q50.",
         )
+
+    def _step(self, view: View) -> Evidence:
+        window = view.reading("optimizer", "step_q50", "total").recent(self.least)
+        return window.evidence("median normalised step", window.median(), "learning rates")
 
     def _unreached(self, view: View) -> float | None:
         try:

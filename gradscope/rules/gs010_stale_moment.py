@@ -35,10 +35,10 @@ class StaleMoment:
         return found(
             self,
             window.evidence("share of entries with a gradient under sqrt(v_hat) / 100, median over batches", window.median()),
-            cause=f"Adam divides by a memory of larger gradients (half-life {life:.0f} steps at beta2 {beta2:g}): small "
-            f"ones hardly move.",
-            action="--set train.beta2=0.98 (half-life 34 steps), or start the optimizer anew from the checkpoint once "
-            "the loss has fallen.",
+            cause=f"Adam divides by a memory of larger gradients (half-life {life:.0f} steps at beta2 {beta2:g}): small ones hardly "
+            "move.",
+            action="--set train.beta2=0.98 (half-life 34 steps), or start the optimizer anew from the checkpoint once the loss has "
+            "fallen.",
             effect="The normalised step recovers within a few half-lives.",
             verify="readings optimizer/stale and optimizer/step_q50.",
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
-from gradscope.run_view import View
+from gradscope.run_view import Evidence, View
 
 HALF = ("fp16", "bf16")
 
@@ -36,10 +36,14 @@ class HalfUnderflow:
         return found(
             self,
             window.evidence("share of exactly zero gradient entries among those the batch reaches", window.mean()),
-            *where_measured(lambda: (w := view.column("loss_scale").recent()).evidence("loss scale, median", w.median(), "factor")),
-            cause=f"In {precision} an activation gradient below the dtype's smallest number is 0, and the fp32 weight "
-            f"gradient with it.",
+            *where_measured(lambda: self._loss_scale(view)),
+            cause=f"In {precision} an activation gradient below the dtype's smallest number is 0, and the fp32 weight gradient with "
+            "it.",
             action="--precision bf16 (the exponent range of fp32) or --precision fp32; in fp16 a larger loss scale.",
             effect="The zero share falls to that of an fp32 run (a few in a million); the norm may hardly change.",
             verify="reading zeros/entries_reached.parameters; gradscope audit shows it by precision on one batch.",
         )
+
+    def _loss_scale(self, view: View) -> Evidence:
+        window = view.column("loss_scale").recent()
+        return window.evidence("loss scale, median", window.median(), "factor")

@@ -42,8 +42,8 @@ class LossScale:
         return found(
             self,
             *(scale + steps if share < self.share else steps + scale),
-            cause="The scaled gradient overflows fp16: those batches teach nothing, and the factor falls until small "
-            "gradients round to 0.",
+            cause="The scaled gradient overflows fp16: those batches teach nothing, and the factor falls until small gradients round "
+            "to 0.",
             action="--precision bf16 (no loss scale needed) or fp32; else a lower --lr or --set train.grad_clip=1.",
             effect="No step is skipped after the first few.",
             verify="column skipped of steps.jsonl; gradscope check --max-skipped 0.01.",

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
 from gradscope.rules.saturated import share_evidence, under_1e3
-from gradscope.run_view import View
+from gradscope.run_view import Evidence, View
 from gradscope.verdict import SATURATED
 
 
@@ -35,9 +35,13 @@ class ScaleAtLimit:
             self,
             limit.evidence("share of measured batches with the scale at its clamp", limit.mean()),
             share_evidence(view, window),
-            *where_measured(lambda: (w := view.reading("scale", "value").recent(self.least)).evidence("scale", w.median(), "1")),
+            *where_measured(lambda: self._scale(view)),
             cause="Logit gaps are cosine gaps times the scale: at the limit an easy batch saturates soonest.",
             action="--set train.scale_max=50 clamps it lower; gradscope what-if shows loss and residual over scales, without training.",
             effect="At half the scale the log of the residual roughly halves: 1e-6 becomes 1e-3.",
             verify="readings scale/value and residual/mean of the new run, and its validation: a softer softmax may cost recall.",
         )
+
+    def _scale(self, view: View) -> Evidence:
+        window = view.reading("scale", "value").recent(self.least)
+        return window.evidence("scale, median", window.median(), "1")

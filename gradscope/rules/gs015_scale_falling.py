@@ -40,11 +40,10 @@ class ScaleFalling:
             window.evidence("scale at the start", first, "1"),
             window.evidence("scale at the end", last, "1"),
             *where_measured(lambda: self._repeated(view)),
-            cause="A falling scale flattens every softmax: the cheapest answer to pairs that contradict each other, or "
-            "a rate that is too "
-            "large for this one parameter.",
-            action="Check that captions and pictures belong together and do not repeat (gradscope data check); lower --lr; or hold it "
-            "with --scale fixed.",
+            cause="A falling scale flattens every softmax: the cheapest answer to pairs that contradict each other, or a rate that "
+            "is too large for this one parameter.",
+            action="Check that captions and pictures belong together and do not repeat (gradscope data check); lower --lr; or hold "
+            "it with --scale fixed.",
             effect="With consistent pairs the scale stays or recovers; held fixed, the loss shows what the scale was hiding.",
             verify="column scale of steps.jsonl: it levels off.",
         )

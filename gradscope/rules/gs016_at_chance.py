@@ -35,7 +35,7 @@ class AtChance:
         whole, recent = series.whole(self.least), series.recent(self.least)
         if not series.steps.size or series.steps.max() - series.steps.min() + 1 < self.steps:
             raise Unmeasured(f"{series.name} covers fewer than {self.steps} steps")
-        start = float(np.median(whole.values[: self.least]))
+        start = float(np.median(whole.values[: max(self.least, len(whole.values) // 4)]))
         if recent.median() < self.share * view.chance or recent.median() < self.progress * start:
             return None
         return found(
@@ -45,9 +45,8 @@ class AtChance:
             *where_measured(lambda: self._rate(view)),
             *where_measured(lambda: self._repeated(view)),
             cause=self._cause(view),
-            action="Over-fit 100 records first (--max-steps 200 --lr 1e-4): a sound set-up does it. Then check the "
-            "pairing (gradscope data "
-            "check), repeated captions, and the rate.",
+            action="Over-fit 100 records first (--max-steps 200 --lr 1e-4): a sound set-up does it. Then check the pairing "
+            "(gradscope data check), repeated captions, and the rate.",
             effect="Away from chance the loss falls below ln(width) within some tens of steps.",
             verify="loss against ln(width) in the first 100 steps of the new run.",
         )

@@ -50,11 +50,10 @@ class ConstantMargin:
             without.evidence("share beaten without it", without.mean()),
             constant.evidence("the margin's mean over pairs", constant.median(), "logits"),
             *where_measured(lambda: self._alike(view)),
-            cause="Captions lie in a narrow cone, so nearly the same margin is added to every negative: the objective "
-            "pushes all of them, "
-            "not the hard ones.",
-            action="--margin centred (the constant taken off), or a smaller --gamma; --margin fixed is the control that shows what the "
-            "constant alone does.",
+            cause="Captions lie in a narrow cone, so nearly the same margin is added to every negative: the objective pushes all of "
+            "them, not the hard ones.",
+            action="--margin centred (the constant taken off), or a smaller --gamma; --margin fixed is the control that shows what "
+            "the constant alone does.",
             effect="Centred, the margin separates hard from easy negatives and most anchors start unbeaten.",
             verify="readings captions/margin_logits (0 when centred) and gap/violated_with_margin; validation against an infonce run.",
         )

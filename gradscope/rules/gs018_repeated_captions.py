@@ -38,9 +38,8 @@ class RepeatedCaptions:
             *where_measured(lambda: self._pushed(view)),
             *where_measured(lambda: self._in_data(view)),
             cause=f"A repeated caption is a false negative: its picture is pushed away from words that describe it{margin}.",
-            action="--duplicates exclude leaves identical captions out of the negatives and of the margin; or give the "
-            "pictures captions "
-            "of their own.",
+            action="--duplicates exclude leaves identical captions out of the negatives and of the margin; or give the pictures "
+            "captions of their own.",
             effect="The push between equals disappears; the loss falls by what they held.",
             verify="column duplicates_excluded of steps.jsonl, and validation R@1 against a run that keeps them.",
         )

@@ -33,9 +33,8 @@ class TruncatedCaptions:
             evidence,
             *where_measured(lambda: self._identical(view)),
             cause="What lies beyond the context is never read; captions that begin alike become the same caption.",
-            action="An encoder with a longer context (--encoder longclip-L, 248 tokens), shorter captions (--caption "
-            "short where a data "
-            "set has them), or --on-too-long error to see which.",
+            action="An encoder with a longer context (--encoder longclip-L, 248 tokens), shorter captions (--caption short where a "
+            "data set has them), or --on-too-long error to see which.",
             effect="The text tower sees what tells the captions apart.",
             verify="truncated_captions in provenance.json of the new run; gradscope data info.",
         )

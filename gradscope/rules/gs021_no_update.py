@@ -42,8 +42,8 @@ class NoUpdate:
             self,
             *(moved + rate if still else rate + moved),
             cause="An update below 6e-8 of a weight is rounded away in fp32: with this rate training only repeats the evaluation.",
-            action="Raise --lr (1e-5 is usual for a pretrained CLIP, 1e-4 for small models); check that the scheduler reaches its peak "
-            "(--set train.warmup=0) and that the optimizer holds the trained parameters.",
+            action="Raise --lr (1e-5 is usual for a pretrained CLIP, 1e-4 for small models); check that the scheduler reaches its "
+            "peak (--set train.warmup=0) and that the optimizer holds the trained parameters.",
             effect="An update ratio of 1e-6 to 1e-3 per step.",
             verify="readings optimizer/update_ratio.image and .text.",
         )

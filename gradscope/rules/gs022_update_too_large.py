@@ -36,8 +36,8 @@ class UpdateTooLarge:
             self,
             *sorted(moved, key=lambda evidence: -evidence.value),
             cause="Each step replaces a sizeable part of the weights: what was pretrained is gone after a few.",
-            action=f"Lower --lr tenfold or more (now {view.setting_or('train.lr', 'not known')}), with some warm-up: "
-            "--set train.warmup=100.",
+            action=f"Lower --lr tenfold or more (now {view.setting_or('train.lr', 'not known')}), with some warm-up: --set "
+            "train.warmup=100.",
             effect="An update ratio of 1e-6 to 1e-3 per step.",
             verify="readings optimizer/update_ratio.image and .text; validation R@1 no longer falls from the start.",
         )

@@ -39,8 +39,8 @@ class AlwaysClipped:
             self,
             ratio.evidence("share of gradients that are clipped", share),
             ratio.evidence("norm before clipping / after, median", ratio.median(), "ratio"),
-            cause="The limit lies below the usual norm: every gradient is scaled to the same length, a hard batch "
-            "counts like an easy one.",
+            cause="The limit lies below the usual norm: every gradient is scaled to the same length, a hard batch counts like an "
+            "easy one.",
             action="Set the limit to two or three times the median norm (--set train.grad_clip=...), or 0 to do without.",
             effect="Only outliers are clipped.",
             verify="column grad_norm (before clipping) against the limit; readings accumulation/norm and accumulation/norm_clipped.",

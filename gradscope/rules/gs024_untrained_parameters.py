@@ -36,8 +36,8 @@ class UntrainedParameters:
             *(evidence if unused.median() >= 1 else ()),
             *dead,
             cause="The loss does not depend on them in this graph: they stay where they started, and nothing says so.",
-            action="Name them (the first lines of console.log), then connect or freeze them (--freeze): with --grad-checkpointing use "
-            "the non-reentrant form, and look for a detach() or no_grad() on the way.",
+            action="Name them (the first lines of console.log), then connect or freeze them (--freeze): with --grad-checkpointing "
+            "use the non-reentrant form, and look for a detach() or no_grad() on the way.",
             effect="Every trainable tensor has a gradient, so updates are spread over the model that was meant to train.",
             verify="reading zeros/unused.parameters is 0, and gradient/norm of both towers is not.",
         )

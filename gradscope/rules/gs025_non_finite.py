@@ -42,8 +42,8 @@ class NonFinite:
             self,
             *bad,
             cause="One nan in a batch makes every gradient nan, and one step later every weight.",
-            action="Go back to the last checkpoint before the first such step; --precision bf16 or fp32, a lower --lr, "
-            "--set train.grad_clip=1; look at that step's batch (zero vectors, empty captions).",
+            action="Go back to the last checkpoint before the first such step; --precision bf16 or fp32, a lower --lr, --set "
+            "train.grad_clip=1; look at that step's batch (zero vectors, empty captions).",
             effect="Training stops at the first non-finite loss instead of going on with broken weights.",
             verify="no non-finite value in steps.jsonl up to and beyond that step.",
         )

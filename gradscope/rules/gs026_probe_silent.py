@@ -18,8 +18,6 @@ from gradscope.rules.saturated import under_1e3
 from gradscope.run_view import Evidence, Unmeasured, View
 from gradscope.verdict import SATURATED
 
-LONGER = "its length in units of the objective's own, median"
-
 
 @rules.register("GS026")
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +39,8 @@ class ProbeSilent:
             self,
             *evidence,
             cause="What the readings describe is not, or not only, the loss that the loop minimises.",
-            action="Read the lines of the probe in console.log. In a loop of your own give the Probe its loss=, scaler= "
-            "and trained=, or "
-            "call probe.watch(image, text, scale) with what the loss compares.",
+            action="Read the lines of the probe in console.log. In a loop of your own give the Probe its loss=, scaler= and "
+            "trained=, or call probe.watch(image, text, scale) with what the loss compares.",
             effect="Agreement 1 and factor 1 (1/k with k accumulated micro-batches).",
             verify="readings hooks/agreement and hooks/factor; no reading with key failed.",
         )
@@ -68,10 +65,10 @@ class ProbeSilent:
         try:
             agreement = view.reading("hooks", "agreement", view.trained).recent(self.least)
             factor = view.reading("hooks", "factor", view.trained).recent(self.least)
+            saturated = under_1e3(view, self.least).mean() >= SATURATED  # then rounding alone may turn what is left of the gradient
         except Unmeasured:
             return []
-        if under_1e3(view, self.least).mean() >= SATURATED:  # then rounding alone may turn what is left of the gradient
-            return [factor.evidence(LONGER, factor.median(), "ratio")] if factor.median() > self.factor else []
         low = [agreement.evidence("cosine with the objective's own gradient, median", agreement.median(), "cosine")]
-        long = [factor.evidence(LONGER, factor.median(), "ratio")]
-        return (low if agreement.median() < self.agreement else []) + (long if factor.median() > self.factor else [])
+        long = [factor.evidence("its length in units of the objective's own, median", factor.median(), "ratio")]
+        turned = agreement.median() < self.agreement and not saturated
+        return (low if turned else []) + (long if factor.median() > self.factor else [])

@@ -41,8 +41,8 @@ class AccumulationNotWidth:
             Evidence(what="softmax width", value=width, unit="candidates", where="provenance.json, width"),
             residual,
             cause=f"{accumulate} micro-batches of {width} are {accumulate} softmaxes with {width - 1} negatives per anchor.",
-            action=f"--accumulate {accumulate} --accumulate-mode cached: one softmax of {width * accumulate}, at the "
-            f"memory of {width}.",
+            action=f"--accumulate {accumulate} --accumulate-mode cached: one softmax of {width * accumulate}, at the memory of "
+            f"{width}.",
             effect="The residual rises to that of the wide softmax; a step costs one more forward pass.",
             verify="negatives_per_anchor in steps.jsonl.",
         )

@@ -47,8 +47,8 @@ class Overfit:
             Evidence(what="validation R@1 at its best", value=values[at], unit="share", where=f"evals.jsonl, step {best}"),
             Evidence(what="lower end of its interval", value=lows[at], unit="share", where=f"evals.jsonl, step {best}"),
             Evidence(what="validation R@1 now", value=values[-1], unit="share", where=f"evals.jsonl, step {last}"),
-            cause="The batches are solved and the gallery is not: what is still updated does not carry over, or undoes "
-            "what was pretrained.",
+            cause="The batches are solved and the gallery is not: what is still updated does not carry over, or undoes what was "
+            "pretrained.",
             action=self._action(best, fallen),
             effect="Validation R@1 stays at or above its start.",
             verify="gradscope compare of the two checkpoints on the test split, with intervals.",

@@ -31,7 +31,8 @@ class Diverging:
     def __call__(self, view: View) -> Finding | None:
         window = view.column("loss").whole(self.least)
         size = len(window.values) // 4
-        stretches = np.lib.stride_tricks.sliding_window_view(window.values[:-size], size)  # [starts, size]
+        every = np.lib.stride_tricks.sliding_window_view(window.values[:-size], size)  # [starts, size]
+        stretches = every[:: max(1, size // 8)]  # a median of each of a long log's stretches would fill the memory
         best = stretches[int(np.argmin(np.median(stretches, axis=1)))]
         last = window.values[-size:]
         rise = float(np.median(last) - np.median(best))
@@ -42,8 +43,8 @@ class Diverging:
             self,
             window.evidence(f"median loss of the best {size} steps in a row", float(np.median(best)), "nat"),
             window.evidence(f"median loss of the last {size} steps", float(np.median(last)), "nat"),
-            cause="The weights have moved to where the loss is worse and do not come back: a rate too large, or a "
-            "batch that broke them.",
+            cause="The weights have moved to where the loss is worse and do not come back: a rate too large, or a batch that broke "
+            "them.",
             action="Restart from the best checkpoint with a lower --lr (a third), --set train.warmup=100 and --set train.grad_clip=1.",
             effect="The loss stays near its best level; single spikes come back within some steps.",
             verify="column loss, and validation R@1 by epoch.",
