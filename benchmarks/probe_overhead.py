@@ -110,7 +110,7 @@ def measure(plan: Plan, data: Path, work: Path, advance: Callable[[int, int], No
         steps.append(timed[["step", "seconds", "probe_seconds"]].assign(**place, probe=probe, first=done % 2 == 0))
         if probe:
             readings = run.readings
-            mine = readings[(readings["quantity"] == "probe") & (readings["step"] >= first)]
+            mine = readings[(readings["quantity"] == "probe") & (readings["unit"] == "s") & (readings["step"] >= first)]
             found = mine[["step", "key", "value"]].rename(columns={"key": "part", "value": "seconds"}).astype({"seconds": float})
             parts.append(pd.concat([found, _writing(timed, found)]).assign(**place))
     if advance:

@@ -95,7 +95,7 @@ class Work:
         self.images = torch.randn(plan.batch, 3, image_size, image_size)
         self.index = 0
 
-    def step(self, between: Callable[[Work], None] | None = None) -> None:
+    def step(self, between: Callable[[Work], object] | None = None) -> None:
         self.index += 1
         self.optimizer.zero_grad(set_to_none=True)
         image, text, scale = self.model(self.images, self.ids)
@@ -117,11 +117,11 @@ def _model(name: str) -> tuple[nn.Module, int]:
 
         model = load_encoder("tiny", torch.device("cpu")).model
     elif name in open_clip.list_models():
+        if "hf_model_name" in open_clip.get_model_config(name)["text_cfg"]:
+            raise ValueError(f"--model '{name}' has a text tower of another library; take one like ViT-B-32")
         model = open_clip.create_model(name, pretrained=None)
     else:
         raise ValueError(f"--model '{name}' is neither tiny nor a model of open_clip; ViT-B-32 is one")
-    if not hasattr(model, "vocab_size"):
-        raise ValueError(f"--model '{name}' has a text tower of another library; take one like ViT-B-32")
     size = model.visual.image_size
     return model, size if isinstance(size, int) else size[0]
 
@@ -263,10 +263,15 @@ def five_statistics(work: Work) -> dict[str, tuple[float, ...]]:
 
 def arms(stack: ExitStack, folder: Path) -> dict[str, Callable[[Work], list[dict[str, Any]]]]:
     """Name -> what takes its turn; what needs an end ends with the stack."""
-    ours = {f"probe {name}": Probed(folder=folder, probe_set=name) for name in SETS}
-    second = {"probe full + second backward": Probed(folder=folder, probe_set="full", second_backward=True)}
-    peers = {"wandb.watch": WandbWatch(stack, folder), "tensorboard": TensorboardHistograms(stack, folder / "events")}
-    return dict.fromkeys(PLAIN, plain) | ours | second | peers | {"traintools": Traintools(), "naive": naive}
+    return {
+        **dict.fromkeys(PLAIN, plain),
+        **{f"probe {name}": Probed(folder=folder, probe_set=name) for name in SETS},
+        "probe full + second backward": Probed(folder=folder, probe_set="full", second_backward=True),
+        "wandb.watch": WandbWatch(stack, folder),
+        "tensorboard": TensorboardHistograms(stack, folder / "events"),
+        "traintools": Traintools(),
+        "naive": naive,
+    }
 
 
 def measure(plan: Plan, folder: Path, advance: Callable[[int, int], None] | None = None) -> pd.DataFrame:
@@ -377,7 +382,7 @@ def main() -> None:
     given.output.mkdir(parents=True, exist_ok=True)
     for name, frame in (("steps", measured), ("ratios", compared), ("shares", inside)):
         frame.to_csv(given.output / f"{name}.csv", index=False)
-    results = {"machine": facts, "plan": dataclasses.asdict(plan)}
+    results: dict[str, Any] = {"machine": facts, "plan": dataclasses.asdict(plan)}
     results |= {"ratios": compared.to_dict("records"), "shares": inside.to_dict("records")}
     (given.output / "probe_peers.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     out.print(f"steps, ratios and shares as CSV, and with the machine as JSON: {given.output}", soft_wrap=True)

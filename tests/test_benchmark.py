@@ -1,4 +1,4 @@
-"""The overhead benchmark's arithmetic: on invented seconds against plain loops, and on a real but tiny measurement."""
+"""The overhead benchmarks' arithmetic: on invented seconds against plain loops, and on real but tiny measurements."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ import pytest
 from gradscope.data.scenes import materialise
 from gradscope.data.source import open_data
 
-FILE = Path(__file__).parent.parent / "benchmarks" / "probe_overhead.py"
+FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("probe_overhead", FILE)
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["probe_overhead"] = module  # dataclasses look their own module up
+    sys.modules[name] = module  # dataclasses look their own module up
     spec.loader.exec_module(module)
     return module
 
 
-bench = _load()
+bench = _load("probe_overhead")
+peers = _load("probe_peers")
 
 
 def invented(seed: int, cadences: tuple[int, ...] = (1, 3), n_pairs: int = 4, n_steps: int = 6):
@@ -162,3 +163,104 @@ def test_machine_is_described():
 def test_impossible_plans_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         bench.Plan(**settings)
+
+
+# ---- beside other tools
+
+
+def invented_rounds(seed: int, rounds: int = 5):
+    """Random seconds in the shape of a measurement beside other tools."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(1, rounds + 1):
+        for arm in (*peers.PLAIN, *{arm for arm, _ in peers.CADENCES}, "wandb.watch", "naive"):
+            for watched in (False,) if arm in peers.PLAIN else (True, False) if arm.startswith("probe") else (True,):
+                inside = rng.uniform(0, 0.5 if watched else 0.01) if arm.startswith("probe") else 0.0
+                seconds = rng.uniform(0.8, 1.2) + inside
+                rows.append({"round": number, "arm": arm, "watched": watched, "seconds": seconds, "inside": inside})
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ratios_and_shares_equal_plain_loops(seed):
+    rows = invented_rounds(seed)
+    frame = pd.DataFrame(rows)
+    numbers = sorted({row["round"] for row in rows})
+    plain = {n: statistics.mean(r["seconds"] for r in rows if r["round"] == n and r["arm"] in peers.PLAIN) for n in numbers}
+    for row in peers.ratios(frame).to_dict("records"):
+        mine = [r for r in rows if r["arm"] == row["arm"] and (r["watched"] or r["arm"] in peers.PLAIN)]
+        found = [r["seconds"] / plain[r["round"]] for r in mine]
+        assert len(found) == len(numbers)
+        assert (row["ratio"], row["low"], row["high"]) == pytest.approx((statistics.median(found), min(found), max(found)), rel=1e-12)
+    shares = peers.shares(frame)
+    assert list(zip(shares["arm"], shares["every"], strict=True)) == list(peers.CADENCES)
+    for row in shares.to_dict("records"):
+        blocks = []
+        for n in numbers:
+            inside = {r["watched"]: r["inside"] for r in rows if r["arm"] == row["arm"] and r["round"] == n}
+            blocks.append(sum([inside[True]] + [inside[False]] * (row["every"] - 1)) / (row["every"] * plain[n]))
+        expected = (statistics.median(blocks), min(blocks), max(blocks))
+        assert (row["share"], row["low"], row["high"]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_five_naive_statistics_are_those_of_numpy():
+    work = peers.Work(peers.Plan(model="tiny", batch=2))
+    kept = {}
+
+    def look(work):
+        kept.update({name: p.grad.double().numpy().ravel() for name, p in work.model.named_parameters() if p.grad is not None})
+        kept["found"] = peers.five_statistics(work)
+
+    work.step(look)
+    found = kept.pop("found")
+    assert set(found) == set(kept)
+    for name, g in kept.items():
+        expected = (np.linalg.norm(g), g.mean(), g.std(), np.abs(g).max(), (g == 0).mean())
+        assert found[name] == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+    plan = peers.Plan(model="tiny", batch=2, rounds=1)
+    calls: list[tuple[int, int]] = []
+    return plan, peers.measure(plan, tmp_path_factory.mktemp("peers"), lambda done, total: calls.append((done, total))), calls
+
+
+def test_every_tool_has_its_turn(beside):
+    _, measured, calls = beside
+    assert calls == [(done, 20) for done in range(20)]
+    assert set(measured["round"]) == {1}
+    watched = measured[measured["watched"]]
+    ours = {f"probe {name}" for name in ("loss", "default", "full", "full + second backward")}
+    assert sorted(watched["arm"]) == sorted([*ours, "wandb.watch", "tensorboard", "traintools", "naive"])
+    assert (measured["seconds"] > 0).all()
+    inside = measured.set_index(["arm", "watched"])["inside"]
+    for arm in ours:
+        assert inside[arm, True] > inside[arm, False] >= 0
+        assert inside[arm, True] < measured.set_index(["arm", "watched"])["seconds"][arm, True]
+    assert (measured.loc[~measured["arm"].isin(ours), "inside"] == 0).all()
+
+
+def test_tables_of_the_tools(beside):
+    from rich.console import Console
+
+    plan, measured, _ = beside
+    console = Console(width=200, file=io.StringIO())
+    console.print(peers.ratio_table(peers.ratios(measured), 1.0, plan))
+    console.print(peers.share_table(peers.shares(measured), plan))
+    text = console.file.getvalue()
+    assert all(arm in text for arm in measured["arm"].unique())
+    assert "tiny, batch 2" in text
+    assert set(peers.PACKAGES) <= set(peers.machine())
+
+
+@pytest.mark.parametrize(("settings", "words"), [({"rounds": 0}, "at least 1 round"), ({"batch": 1}, "batches of 2")])
+def test_impossible_plans_beside_tools_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        peers.Plan(**settings)
+
+
+@pytest.mark.parametrize("model", ["nothing", "roberta-ViT-B-32"])
+def test_models_that_cannot_be_measured_are_refused(model):
+    with pytest.raises(ValueError, match=r"--model '.*' (is neither tiny nor a model|has a text tower of another library)"):
+        peers._model(model)
