@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gradscope import found
 from gradscope.found import Found
+from gradscope.wrapping import Hook, replace_method
 
 #: How far inside the model embeddings are looked for.
 DEPTH = 2
@@ -57,17 +58,17 @@ class EmbeddingSource:
         return ("i2t", "t2i") if both else ()
 
     def attach(self) -> None:
-        self._undo.append(self.model.register_forward_pre_hook(self._inputs, with_kwargs=True).remove)
+        self._undo.append(self.model.register_forward_pre_hook(Hook(self._inputs), with_kwargs=True).remove)
         if self.loss is None:
             self._search()
             return
-        self._undo.append(self.model.register_forward_hook(self._count_rows).remove)
+        self._undo.append(self.model.register_forward_hook(Hook(self._count_rows)).remove)
         if hasattr(self.loss, "compute_loss_from_embeddings"):
             self._wrap(self.loss, "compute_loss_from_embeddings", self._columns)
         elif hasattr(self.loss, "calculate_loss") and hasattr(self.loss, "mini_batch_size"):
             self._wrap(self.loss, "calculate_loss", self._cached_columns)
         else:
-            self._undo.append(self.loss.register_forward_pre_hook(self._call, with_kwargs=True).remove)
+            self._undo.append(self.loss.register_forward_pre_hook(Hook(self._call), with_kwargs=True).remove)
 
     def detach(self) -> None:
         for undo in (*self._searching, *self._undo):
@@ -85,15 +86,15 @@ class EmbeddingSource:
         self._tell(None if passive() else found.in_call(args, kwargs), self._whole)
 
     def _wrap(self, loss: Any, name: str, look: Callable[[Any], None]) -> None:
-        original = getattr(loss, name)
+        def around(original: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+                if not passive():
+                    look(embeddings)
+                return original(embeddings, *args, **kwargs)
 
-        def wrapper(embeddings: Any, *args: Any, **kwargs: Any) -> Any:
-            if not passive():
-                look(embeddings)
-            return original(embeddings, *args, **kwargs)
+            return wrapper
 
-        loss.__dict__[name] = wrapper
-        self._undo.append(lambda: loss.__dict__.pop(name, None))
+        self._undo.append(replace_method(loss, name, around))
 
     def _columns(self, embeddings: list[Tensor]) -> None:
         """Anchors, positives, and columns of hard negatives, which the readings leave out."""
@@ -114,8 +115,8 @@ class EmbeddingSource:
     def _search(self) -> None:
         for module in candidates(self.model):
             hooks = (
-                module.register_forward_pre_hook(self._may_be_called, with_kwargs=True),
-                module.register_forward_hook(self._may_return),
+                module.register_forward_pre_hook(Hook(self._may_be_called), with_kwargs=True),
+                module.register_forward_hook(Hook(self._may_return)),
             )
             self._searching += [hook.remove for hook in hooks]
 
@@ -123,8 +124,8 @@ class EmbeddingSource:
         seen = None if passive() or self.told else found.in_output(output)
         if seen is not None and (seen.scale is not None or module is self.model):
             self.stop_searching()
-            self._undo.append(module.register_forward_hook(self._returned).remove)
-            self._undo.append(module.register_forward_pre_hook(self._inputs, with_kwargs=True).remove)
+            self._undo.append(module.register_forward_hook(Hook(self._returned)).remove)
+            self._undo.append(module.register_forward_pre_hook(Hook(self._inputs), with_kwargs=True).remove)
             self._tell(seen, lambda _: True)
 
     def _may_be_called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -135,7 +136,7 @@ class EmbeddingSource:
         seen = found.in_call(args, kwargs)
         if seen is not None and seen.scale is not None and seen.image.requires_grad:
             self.stop_searching()
-            self._undo.append(module.register_forward_pre_hook(self._call, with_kwargs=True).remove)
+            self._undo.append(module.register_forward_pre_hook(Hook(self._call), with_kwargs=True).remove)
             self._tell(seen, self._whole)
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -160,12 +161,13 @@ class EmbeddingSource:
 
 
 def candidates(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and what is up to ``DEPTH`` levels inside it; of a compiled module itself only, since its inside is traced."""
+    """The model, and what is up to ``DEPTH`` levels inside it; of a compiled module itself only, since its inside is traced, and of
+    ``DataParallel``, whose inside sees parts of the batch."""
     yield model
-    if hasattr(model, "_orig_mod"):
+    if hasattr(model, "_orig_mod") or isinstance(model, nn.DataParallel):
         return
     for name, module in model.named_modules():
-        if name and name.count(".") < DEPTH:
+        if name and name.count(".") < DEPTH and "_orig_mod" not in name:
             yield module
 
 

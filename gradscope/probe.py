@@ -18,6 +18,7 @@ how well the gradient of the loop's own loss agrees. The measured softmax is tha
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +51,20 @@ AGREES = 0.99
 
 #: How precisions are called here.
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A diagnostic must never end a training run: what goes wrong is said, and the loop goes on."""
+
+    @functools.wraps(method)
+    def call(self: Probe, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self.reader.failures.append(f"step {self._index}: the probe failed: {type(error).__name__}: {error}")
+            return True
+
+    return call
 
 
 class Probe:
@@ -222,6 +237,7 @@ class Probe:
             scale = torch.tensor(float(scale)) if isinstance(scale, (int, float)) else scale
             self._observe(Found(image=image, text=text, scale=scale, token_ids=token_ids), True, captions, lengths)
 
+    @_guarded
     def _observe(self, seen: Found, whole: bool, captions: Sequence[str] | None = None, lengths: Tensor | None = None) -> None:
         """One micro-batch on its way into the loss. ``whole``: one backward passes all of its rows; if not, embeddings are cached
         and the towers are passed in pieces, so that no single backward leaves this batch's gradient behind."""
@@ -229,7 +245,7 @@ class Probe:
         if (whole and not live) or self._optimizers.trying:
             return
         self._optimizers.next_step()
-        self._ending = False
+        self._ending, self._passing = False, 0
         self._begin()
         self._micro, self._cached = self._micro + 1, not whole
         self._rows += len(seen.text) * (distributed.world() if self._gathers() else 1)
@@ -327,6 +343,7 @@ class Probe:
 
     # ---- backward and optimizer
 
+    @_guarded
     def _backward_ended(self) -> None:
         unscale = self._unscale()
         if self._local is not None:
@@ -336,6 +353,7 @@ class Probe:
         self.reader.close(unscale, alone=alone)
         self.reader.backward_ended(unscale)
 
+    @_guarded
     def _gradient_ready(self, optimizer: Optimizer) -> bool:
         """Before the weights change. False for an optimizer that comes after the step is over, with no forward pass of its own."""
         if self._micro == 0:
@@ -353,6 +371,7 @@ class Probe:
         self.reader.accumulated([], 1.0 if fused is None else fused.detach().reciprocal())
         return True
 
+    @_guarded
     def _updated(self, optimizer: Optimizer) -> None:
         self._fused_skips += self._skipped_inside(optimizer)
         self.reader.updated(bool(self._fused_skips))
@@ -370,7 +389,12 @@ class Probe:
             if self._micro == 0:
                 self._say_unseen()
             self._ending = True
-            _queue(lambda: self._end_step(0))
+            _queue(self._ended_inside)
+
+    def _ended_inside(self) -> None:
+        if self.reader.opened:
+            self._backward_ended()
+        self._end_step(0)
 
     def _skipped_inside(self, optimizer: Optimizer) -> int:
         """A fused optimizer leaves a step out in its own kernel, hooks and all. Counted on the device, and read on probed steps: the
@@ -395,6 +419,7 @@ class Probe:
         self.reader.abandon()
         self.reader.fail("embeddings", RuntimeError("no backward passed the embeddings that were seen, or it did not end"))
 
+    @_guarded
     def _end_step(self, skipped: int) -> None:
         if not self._open_step:
             return
@@ -437,8 +462,9 @@ class Probe:
         agreement = self.last.get(("hooks", self.reader.trained, "agreement"), 1.0)
         if self.reader.trained and agreement < AGREES:
             self.reader.failures.append(
-                f"step {self._index}: the gradient at the embeddings is not that of '{self.reader.trained}' (cosine below {AGREES}): the "
-                "loop trains another loss (SigLIP, another scale, further terms: then trained=''), or rounding has taken what is left of it"
+                f"step {self._index}: the gradient at the embeddings is not that of '{self.reader.trained}' (cosine below {AGREES}): "
+                "the loop trains another loss (SigLIP, another scale, further terms; for another loss give trained=''), or rounding "
+                "has taken what is left of it"
             )
 
     def _say_failures(self) -> None:

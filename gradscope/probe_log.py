@@ -15,7 +15,7 @@ import tomli_w
 
 from gradscope import distributed
 from gradscope.provenance import provenance
-from gradscope.runlog import RunLog
+from gradscope.runlog import RunLog, is_run
 
 
 class ProbeLog:
@@ -104,7 +104,7 @@ class ProbeLog:
 def _check_folder(output: Path, first_step: int) -> None:
     """What would fail at the first reading, in the middle of somebody's training, fails before it."""
     if first_step > 1:
-        if not (output / "provenance.json").exists():
+        if not is_run(output):
             raise ValueError(f"'{output}' is no run to continue; give the folder of one, or leave first_step at 1")
         return
     standing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())

@@ -280,7 +280,7 @@ class StepReader:
         return self._opened is not None
 
     def _set_out(self) -> None:
-        """The backward of the measured batch reaches the embeddings: loops empty ``.grad`` at any time before. A scale's may be there."""
+        """The backward of the measured batch reaches the embeddings: loops empty ``.grad`` at any time before. A scale has its own."""
         opened = self._opened
         if opened is None or opened.terms or not opened.own_grad or self.sharded or not self.needs("param_grads"):
             return

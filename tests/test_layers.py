@@ -15,7 +15,20 @@ ROOT = Path(gradscope.__file__).parent
 
 #: The layer of each folder or top-level file; a file may import its own layer and those below.
 LAYERS = {
-    0: ["types", "registry", "runlog", "console", "sparkline", "paths", "provenance", "cpu_speed", "geometry_file", "protocol", "distributed", "wrapping"],
+    0: [
+        "types",
+        "registry",
+        "runlog",
+        "console",
+        "sparkline",
+        "paths",
+        "provenance",
+        "cpu_speed",
+        "geometry_file",
+        "protocol",
+        "distributed",
+        "wrapping",
+    ],
     1: ["objectives", "metrics", "data", "sinks"],
     2: ["quantities", "encoders", "frameworks", "recipe", "cadence"],
     3: [
@@ -171,7 +184,13 @@ def test_only_encoders_import_open_clip():
 
 def test_only_the_probe_and_the_encoders_register_hooks():
     users = {name for name, path in MODULES.items() if "register_hook(" in (t := path.read_text()) or "register_forward_hook(" in t}
-    assert users == {"gradscope.step_reader", "gradscope.probe", "gradscope.local_norm", "gradscope.embedding_source", "gradscope.encoders.tokens"}
+    assert users == {
+        "gradscope.step_reader",
+        "gradscope.probe",
+        "gradscope.local_norm",
+        "gradscope.embedding_source",
+        "gradscope.encoders.tokens",
+    }
 
 
 def test_light_modules_reach_no_torch():

@@ -57,6 +57,8 @@ class Concentration:
     tier: ClassVar[str] = "full"
 
     def __call__(self, step: Step) -> list[Reading]:
+        if len(step.embeddings.text) < 2:
+            return []  # no negatives
         hn, captions = step.heads["hn"], step.embeddings.text.double() @ step.embeddings.text.double().T
         x, counted = _predicted(hn.scores)
         dx = deviations(x, counted)

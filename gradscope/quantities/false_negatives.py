@@ -68,6 +68,8 @@ class FalseNegatives:
     tier: ClassVar[str] = "default"
 
     def __call__(self, step: Step) -> list[Reading]:
+        if len(step.embeddings.text) < 2:
+            return []  # no negatives
         cosines = caption_cosines(step.embeddings.text)  # [N, N]
         identical, strings = _identical(step), _strings(step)
         pictures = caption_cosines(step.embeddings.image)

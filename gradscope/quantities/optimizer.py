@@ -64,6 +64,8 @@ def _unit(key: str) -> str:
 def _adam(step: Step) -> dict[str, Tensor]:
     """Moments are read where an Adam keeps them; an optimizer without them has no normalised step: {}."""
     assert step.optimizer is not None
+    assert step.accumulated is not None
+    gradients = {id(p): g for p, g in zip(step.parameters, step.accumulated, strict=True)}  # ``.grad`` itself may be gone by now
     device = step.embeddings.text.device
     counts = torch.zeros(BINS, dtype=torch.int64, device=device)
     found: list[Tensor] = []  # of each piece: eps-dominated, stale
@@ -71,12 +73,13 @@ def _adam(step: Step) -> dict[str, Tensor]:
     for group in step.optimizer.param_groups:
         for parameter in group["params"]:
             state = step.optimizer.state.get(parameter, {})
-            if "exp_avg_sq" not in state or parameter.grad is None:
+            gradient = gradients.get(id(parameter))
+            if "exp_avg_sq" not in state or gradient is None:
                 continue
             first, second = (1 - beta ** state["step"] for beta in group["betas"])  # the bias corrections
             square, eps, stale = first**2 / second, first * group["eps"], first * STALE
             moments = (pieces(local(state[name])) for name in ("exp_avg", "exp_avg_sq"))
-            for m, v, g in zip(*moments, pieces(local(parameter.grad)), strict=True):
+            for m, v, g in zip(*moments, pieces(gradient), strict=True):
                 root = _wide(v).mul(square).sqrt_()  # first * sqrt(v_hat): one pass less than correcting each moment
                 found.append(torch.stack([_below(root, eps), _stale(g, root, stale)]))
                 counts += _binned(_wide(m).div(root.add_(eps)))

@@ -76,6 +76,8 @@ class Residual:
 def _uniform(scores: Scores, k: int) -> Tensor | float:
     """The share of k of an anchor's negatives if all were alike; where duplicates are excluded, the mean over anchors."""
     width = scores.logits.shape[1]
+    if width == 1:
+        return math.nan  # no negatives
     if scores.excluded is None:
         return min(k, width - 1) / (width - 1)
     left = width - 1 - scores.excluded.sum(dim=1)  # [N]
