@@ -41,7 +41,6 @@ from typing import Any
 import pandas as pd
 import torch
 from rich.table import Table
-from torch import nn
 from torch.nn import functional as F
 
 from gradscope.console import console, out, progress
@@ -108,7 +107,7 @@ class Work:
         self.optimizer.step()
 
 
-def _model(name: str) -> tuple[nn.Module, int]:
+def _model(name: str) -> tuple[Any, int]:
     """A model with random weights (tiny: its own), and the side of its pictures."""
     import open_clip
 
