@@ -38,7 +38,7 @@ from gradscope.train import train
 from gradscope.zeros import Accounting, Tally, account
 from gradscope.zeros.counterfactual import Pass, measure, reference
 from gradscope.zeros.encoder_batch import account_encoder, tower_of
-from gradscope.zeros.words import content, explanation
+from gradscope.zeros.words import content, explanation, share
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -669,6 +669,12 @@ def test_the_sentence_names_causes_and_what_a_loss_scale_would_do() -> None:
     assert "66.67 % of all entries are inf or nan" in says((1e38, 1.0), (-1e38, 1.0), NEVER, loss_scale=1024.0)
 
 
+def test_no_share_is_printed_as_0_or_100_that_is_not() -> None:
+    assert [share(*pair) for pair in ((0, 9), (9, 9), (1, 10**6), (10**6 - 1, 10**6), (1, 3), (1, 4), (0, 0))] == [
+        "0 %", "100 %", "<0.01 %", ">99.99 %", "33.33 %", "25 %", "-",
+    ]  # fmt: skip
+
+
 # ---- the quantity
 
 
@@ -742,7 +748,7 @@ def test_a_run_brings_what_it_trains_with(scenes_folder, small_encoder, tmp_path
     settings = {
         "data.name": str(scenes_folder), "encoder.name": str(small_encoder), "encoder.freeze": "image", "train.device": "cpu",
         "train.batch_size": 8, "train.max_steps": 2, "train.lr": 1e-3, "objective.name": "hn", "objective.gamma": 0.25,
-        "objective.margin": "frozen", "objective.token_weight": 0.5,
+        "objective.margin": "frozen", "objective.token_weight": 0.5, "objective.duplicates": "exclude",
     }  # fmt: skip
     train(resolve({}, settings), tmp_path / "run", quiet=True)
     common = {
@@ -750,12 +756,12 @@ def test_a_run_brings_what_it_trains_with(scenes_folder, small_encoder, tmp_path
         "device": "cpu",
     }  # fmt: skip
     found = account_encoder(str(tmp_path / "run"), objective=None, **common)
-    assert found.objective == "hn (gamma 0.25), token term 0.5"
+    assert found.objective == "hn (gamma 0.25, frozen margin), token term 0.5, duplicates excluded"
     image = found.accounting.total("image")
     assert image.zeros == zeros(frozen=image.entries)
     assert found.accounting.total().invisible["stale"] > 0  # the optimizer's memory was loaded
     alone = account_encoder(str(tmp_path / "run"), objective={"name": "infonce"}, **common)
-    assert alone.objective == "infonce"
+    assert alone.objective == "infonce, duplicates excluded"
     assert alone.accounting.total("scale").zeros["unused"] == 1  # the token term's own scale
     with pytest.raises(ValueError, match="has 160 usable records; lower --width"):
         account_encoder(str(small_encoder), objective=None, **{**common, "width": 161})

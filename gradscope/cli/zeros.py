@@ -143,49 +143,49 @@ def _columns(found: ZeroBatch) -> Mapping[str, Tally]:
 
 def _exact(found: ZeroBatch, title: str) -> Table:
     from gradscope.metrics.zero_causes import CAUSES
+    from gradscope.zeros.words import share
 
     columns = _columns(found)
     tallies, total = list(columns.values()), columns["total"]
-    details = {"structural": ("  of these, key bias", [t.key_bias for t in tallies])}
+    details = {"structural": ("  of these key bias", [t.key_bias for t in tallies])}
     if found.accounting.exponent is not None:
-        details["dtype_underflow"] = (f"  of these, back at 2^{found.accounting.exponent}", [t.comes_back for t in tallies])
+        details["dtype_underflow"] = (f"  back at 2^{found.accounting.exponent}", [t.comes_back for t in tallies])
     table = _table(title, [*columns, "of zeros"])
     for cause in CAUSES:
-        share = _share(total.zeros[cause], total.zero_entries)
-        table.add_row(_LABELS[cause], *(f"{tally.zeros[cause]:,}" for tally in tallies), share)
+        counts = (f"{tally.zeros[cause]:,}" for tally in tallies)
+        table.add_row(_LABELS[cause], *counts, share(total.zeros[cause], total.zero_entries))
         if cause in details and details[cause][1][-1]:
             table.add_row(details[cause][0], *(f"{count:,}" for count in details[cause][1]), "")
     table.add_section()
     table.add_row("all zeros", *(f"{tally.zero_entries:,}" for tally in tallies), "")
     table.add_row("entries", *(f"{tally.entries:,}" for tally in tallies), "")
-    table.add_row("zero share", *(_share(tally.zero_entries, tally.entries) for tally in tallies), "")
+    table.add_row("zero share", *(share(tally.zero_entries, tally.entries) for tally in tallies), "")
     return table
 
 
 def _invisible(found: ZeroBatch, title: str) -> Table:
     from gradscope.metrics.zero_causes import INVISIBLE
+    from gradscope.zeros.words import share
 
     columns = _columns(found)
     total = columns["total"]
-    table = _table(title, [*columns, "of non-zero"])
+    table = _table(title, [*columns, "share"])
     for key in INVISIBLE:
         counts = [f"{tally.invisible[key]:,}" if key in tally.invisible else "unknown" for tally in columns.values()]
-        table.add_row(_LABELS[key], *counts, _share(total.invisible.get(key, 0), total.entries - total.zero_entries))
+        whole = total.entries - total.zero_entries if key in total.invisible else 0
+        table.add_row(_LABELS[key], *counts, share(total.invisible.get(key, 0), whole))
     return table
 
 
 def _table(title: str, heads: list[str]) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))  # nine digits three times fit in 80 columns
     table.add_column("")
     for head in heads:
         table.add_column(head, justify="right")
     return table
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.2%}" if whole else "-"
 
 
 def _write(found: ZeroBatch, path: Path) -> None:

@@ -31,6 +31,7 @@ from gradscope.encoders.freeze import freeze
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.encoders.text import load_text_encoder
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.objectives.hn import HN
 from gradscope.optim import make_optimizer
 from gradscope.quantities.gradient import parts_of
 from gradscope.recipe import Data, Recipe, resolve
@@ -130,8 +131,8 @@ def _standing(name: str, objective: Mapping[str, Any] | None, which: str, place:
     (chosen,) = chosen_checkpoints(name, which)
     tables = dict(Run(name).recipe) if is_run(name) else {"encoder": {"name": name}}
     if objective is not None:
-        form = tables.get("objective", {}).get("loss_form", "plain")
-        tables["objective"] = {**objective, "loss_form": form}
+        own = tables.get("objective", {})
+        tables["objective"] = {**objective, **{key: own[key] for key in ("loss_form", "duplicates") if key in own}}
     recipe = resolve(tables, {})
     encoder = load_encoder(chosen.load, place, trust_archive=trust_archive)
     trained = resolve(Run(name).recipe, {}) if is_run(name) else recipe
@@ -192,6 +193,9 @@ def _closure(framework: Clip, batch: Batch, margin_text: Tensor | None) -> Any:
 def _objective_words(framework: Clip) -> str:
     """As it stands beside the numbers."""
     objective = framework.objective
-    words = objective.name if objective.gamma == 0 else f"{objective.name} (gamma {objective.gamma:g})"
-    form = "" if framework.loss_form == "plain" else f", {framework.loss_form} form"
-    return f"{words}{form}{f', token term {framework.token_weight:g}' if framework.needs_tokens else ''}"
+    margin = f", {objective.margin} margin" if isinstance(objective, HN) and objective.margin != "live" else ""
+    words = [objective.name if objective.gamma == 0 else f"{objective.name} (gamma {objective.gamma:g}{margin})"]
+    words += [f"{framework.loss_form} form"] if framework.loss_form != "plain" else []
+    words += [f"token term {framework.token_weight:g}"] if framework.needs_tokens else []
+    words += ["duplicates excluded"] if framework.duplicates == "exclude" else []
+    return ", ".join(words)

@@ -27,22 +27,34 @@ def explanation(found: Accounting) -> str:
     if not zeros:
         return f"None of {total.entries:,} entries is without a gradient."
     ranked = sorted((cause for cause in CAUSES if total.zeros[cause]), key=lambda cause: -total.zeros[cause])
-    parts = [f"{_share(total.zeros[cause], zeros)} {MEANING[cause]}" for cause in ranked]
-    words = f"{_share(zeros, total.entries)} of {total.entries:,} entries have no gradient. Of these, {'; '.join(parts)}."
+    parts = [f"{share(total.zeros[cause], zeros)} {MEANING[cause]}" for cause in ranked]
+    words = f"{share(zeros, total.entries)} of {total.entries:,} entries have no gradient. Of these, {'; '.join(parts)}."
     return f"{words} {_remedy(found, total)}{_unseen(total)}"
+
+
+def share(part: int, whole: int) -> str:
+    """Four digits, and no 100 % or 0 % that is not one; "-" of nothing."""
+    if not whole:
+        return "-"
+    percent = 100 * part / whole
+    if 0 < percent < 0.01:
+        return "<0.01 %"
+    if 99.99 < percent < 100:
+        return ">99.99 %"
+    return f"{percent:.2f} %".replace(".00 %", " %")
 
 
 def _remedy(found: Accounting, total: Tally) -> str:
     underflow = total.zeros["dtype_underflow"]
     if total.non_finite:
-        return f"But {_share(total.non_finite, total.entries)} of all entries are inf or nan: the pass overflows, the rest is no guide."
+        return f"But {share(total.non_finite, total.entries)} of all entries are inf or nan: the pass overflows, the rest is no guide."
     if not underflow and not total.zeros["saturation_underflow"]:
         return "Nothing here speaks of precision or saturation."
     if not underflow:
         return "A loss scale cannot give these entries a direction worth having: widen the softmax, or change the objective."
     if not total.comes_back:
         return "No loss scale brings any of the dtype underflow back: it is rounding, or lies beyond every factor."
-    back = _share(total.comes_back, underflow)
+    back = share(total.comes_back, underflow)
     rest = "" if total.comes_back == underflow else "; the rest is rounding, or lies beyond every factor"
     return (
         f"With the largest loss scale that overflows nowhere, 2^{found.exponent}, {back} of the dtype underflow would come back{rest}."
@@ -53,18 +65,8 @@ def _unseen(total: Tally) -> str:
     """What table B adds, where it adds something."""
     words = {"eps_dominated": "are small against Adam's eps", "stale": "are under a hundredth of their remembered size"}
     found = [(total.invisible.get(key, 0), says) for key, says in words.items()]
-    parts = [f"{_share(count, total.entries - total.zero_entries)} {says}" for count, says in found if count]
+    parts = [f"{share(count, total.entries - total.zero_entries)} {says}" for count, says in found if count]
     return f" Of the non-zero entries, {', '.join(parts)}." if parts else ""
-
-
-def _share(part: int, whole: int) -> str:
-    """Four digits, and no 100 % or 0 % that is not one."""
-    percent = 100 * part / whole
-    if 0 < percent < 0.01:
-        return "under 0.01 %"
-    if 99.99 < percent < 100:
-        return "over 99.99 %"
-    return f"{percent:.2f} %".replace(".00 %", " %")
 
 
 def as_dict(tally: Tally) -> dict[str, Any]:
