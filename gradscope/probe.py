@@ -325,6 +325,9 @@ class Probe:
         if distributed.world() == 1 or not self._gathers():
             return Observed(captions=captions, token_ids=ids, lengths=lengths)
         n = len(embeddings.text)
+        sizes = distributed.gathered(torch.tensor([n], device=embeddings.text.device)).tolist()
+        if len(set(sizes)) > 1:  # the same on every rank, and before any gather of rows, which would wait for ever
+            raise ValueError(f"the ranks hold batches of {sizes} pairs, and a softmax over all ranks needs one size; drop the last batch")
         start = distributed.rank() * n
         everyone = Embeddings(
             image=distributed.gathered(embeddings.image), text=distributed.gathered(embeddings.text), scale=embeddings.scale.detach()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from gradscope.distributed import local
 from gradscope.probe import Probe
 from gradscope.runlog import Run
 
@@ -103,9 +104,87 @@ def test_ddp_reads_the_softmax_over_all_ranks_and_the_averaged_gradient(ranks: A
     assert "softmax over 2 ranks; gradients averaged over 2 ranks" in run.readings["stamps"].iloc[0]
 
 
-def ddp_alone(rank: int, folder: Path) -> dict[Any, Any]:
+def gathered_by(rank: int, **settings: bool) -> dict[Any, Any]:
+    model = DistributedDataParallel(Towers())
+    loss = clip_loss(rank, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Probe(model, loss=loss, probe_set="full", every=1) as probe:
+        loss(*model(*part(rank))).backward()
+        optimizer.step()
+    return probe.last
+
+
+def gathered_without_gradient(rank: int, folder: Path) -> dict[Any, Any]:
+    return gathered_by(rank, local_loss=False, gather_with_grad=False)
+
+
+def local_rows_without_gradient(rank: int, folder: Path) -> dict[Any, Any]:
+    return gathered_by(rank, local_loss=True, gather_with_grad=False)
+
+
+def test_a_gather_without_gradient_halves_the_step_and_that_is_seen(ranks: Any) -> None:
+    """G24: open_clip's default. Each rank passes the gradient of its own rows only, DDP averages: the step is the batch's gradient / W;
+    the reading of the objective itself is not."""
+    expected = one_process()
+    for found in ranks["no gradient"]:
+        assert found["loss", "infonce", "trained"] == pytest.approx(expected["loss", "infonce", "trained"], rel=1e-6)
+        assert found["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-6)
+        assert found["hooks", "infonce", "factor"] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_local_rows_without_gradient_are_another_loss(ranks: Any) -> None:
+    """G24: logits are (local, global), columns have no gradient: rows are read whole, and the agreement says that this is not InfoNCE's."""
+    expected = one_process()
+    for found in ranks["local rows"]:
+        assert found["residual", "infonce", "mean.i2t"] == pytest.approx(expected["residual", "infonce", "mean.i2t"], rel=1e-6)
+        assert 0.1 < found["hooks", "infonce", "agreement"] < 0.99
+
+
+def different_sizes(rank: int, folder: Path, gather: bool) -> dict[Any, Any]:
+    model = DistributedDataParallel(Towers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Probe(model, gather=gather, output=folder / f"sizes-{gather}", every=1) as probe:
+        for _ in range(2):
+            info_nce(*model(*(piece[: SIZE - rank] for piece in part(rank)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return probe.last
+
+
+def different_sizes_gathered(rank: int, folder: Path) -> dict[Any, Any]:
+    return different_sizes(rank, folder, True)
+
+
+def different_sizes_alone(rank: int, folder: Path) -> dict[Any, Any]:
+    return different_sizes(rank, folder, False)
+
+
+def test_ranks_with_batches_of_different_sizes_do_not_hang(ranks: Any) -> None:
+    """One softmax over both cannot be read, which each rank says; a softmax of its own can."""
+    for found in ranks["sizes, gathered"]:
+        assert found["embeddings", "", "failed"] == 1.0
+        assert ("loss", "infonce", "trained") not in found
+    words = (ranks["folder"][0]["path"] / "sizes-True" / "console.log").read_text()
+    assert words.count("the ranks hold batches of [4, 3] pairs") == 2  # in full, and how often
+    for found in ranks["sizes, alone"]:
+        assert found["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-6)
+        assert len(found["accumulation", "total", "norm_by_rank"]) == 2
+
+
+def ddp_with_copied_gradients(rank: int, folder: Path) -> dict[Any, Any]:
+    return ddp_alone(rank, folder, views=False)
+
+
+def test_gradients_that_are_views_of_ddp_s_buckets_read_the_same(ranks: Any) -> None:
+    """G20: a kept reference would be overwritten by the next backward; over three steps, one of them without averaging, nothing is."""
+    for views, copies in zip(ranks["alone"], ranks["copied"], strict=True):
+        keys = [key for key in views if key[0] != "probe"]
+        assert {key: views[key] for key in keys} == {key: pytest.approx(copies[key], rel=1e-6, nan_ok=True) for key in keys}
+
+
+def ddp_alone(rank: int, folder: Path, views: bool = True) -> dict[Any, Any]:
     """Each rank contrasts its own batch; gradients live in DDP's buckets (G20)."""
-    model = DistributedDataParallel(Towers(), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(Towers(), gradient_as_bucket_view=views)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Probe(model, probe_set="default", every=1) as probe:
         for step in range(3):
@@ -156,12 +235,14 @@ def fsdp(rank: int, folder: Path) -> dict[Any, Any]:
             first = first or dict(probe.last)
     failed = {key: value for key, value in first.items() if key[2] == "failed"}
     assert not failed, failed
-    return first
+    return {**first, ("shard", "", "scale"): local(model.logit_scale).numel()}
 
 
 def test_fsdp2_adds_up_shards_once_on_every_rank(ranks: Any) -> None:
-    """G21, G22: parameters and gradients are sharded; statistics are of all shards together, the same on each rank."""
+    """G21, G22: parameters and gradients are sharded; statistics are of all shards together, the same on each rank, one of which
+    has an empty shard."""
     pair, expected = ranks["fsdp"], one_process()
+    assert [found.pop(("shard", "", "scale")) for found in pair] == [1, 0]
     for found in pair:
         assert found["accumulation", "total", "norm"] == pytest.approx(expected["accumulation", "total", "norm"], rel=1e-4)
         assert found["accumulation", "total", "norm_clipped"] == pytest.approx(0.01, rel=1e-3)
@@ -188,4 +269,14 @@ def test_a_second_backward_over_shards_is_refused(ranks: Any) -> None:
         assert "sharded (FSDP)" in found["said", "", ""]
 
 
-CASES = {"gather": ddp_with_gather, "alone": ddp_alone, "fsdp": fsdp, "refused": no_second_backward_when_sharded}
+CASES = {
+    "gather": ddp_with_gather,
+    "no gradient": gathered_without_gradient,
+    "local rows": local_rows_without_gradient,
+    "sizes, gathered": different_sizes_gathered,
+    "sizes, alone": different_sizes_alone,
+    "alone": ddp_alone,
+    "copied": ddp_with_copied_gradients,
+    "fsdp": fsdp,
+    "refused": no_second_backward_when_sharded,
+}
