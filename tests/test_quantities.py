@@ -12,6 +12,7 @@ import torch
 from toy import CONTEXT, VOCABULARY, WIDTH, Toy, measured, readings, toy_batch, toy_reader
 
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.metrics.gradients import PIECE
 from gradscope.objectives.hn import HN
 from gradscope.objectives.margin import MARGINS
 from gradscope.quantities import quantities
@@ -368,6 +369,40 @@ def test_adam_quantiles_eps_and_stale_against_loops() -> None:
     after = dict(encoder.named_parameters())["visual.proj"].detach().double().numpy()
     ratio = np.linalg.norm(after - before["visual.proj"]) / np.linalg.norm(before["visual.proj"])
     assert values["optimizer", "total", "update_ratio.image"] == pytest.approx(ratio, rel=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-4}, {"betas": (0.5, 0.9), "eps": 1e-12}])
+def test_adam_over_several_pieces_in_float64(options: dict) -> None:
+    """A tensor of more than two pieces, entries over twenty decades, a third of them zero: quantiles right to 3 %, shares exact."""
+    seed = secrets.randbits(32)
+    generator = torch.Generator().manual_seed(seed)
+    n = 2 * PIECE + 5
+    parameter = torch.nn.Parameter(torch.randn(n, generator=generator))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, **options)
+    sizes = 10.0 ** (-20 * torch.rand(n, generator=generator)) * (torch.rand(n, generator=generator) > 1 / 3)
+    for step in range(4):
+        before = parameter.detach().clone()
+        parameter.grad = sizes * torch.randn(n, generator=generator) * (1e-4 if step == 3 else 1.0)
+        optimizer.step()
+    base, _, _ = seen(3)
+    values = {
+        r.key: float(r.value)  # type: ignore[arg-type]
+        for r in quantities["optimizer"]()(
+            replace(base, names=["w"], parameters=[parameter], before=[before], optimizer=optimizer, accumulated=[parameter.grad])
+        )
+    }
+    state, group = optimizer.state[parameter], optimizer.param_groups[0]
+    first, second = (1 - beta**4 for beta in group["betas"])
+    root = (state["exp_avg_sq"].double() / second).sqrt()
+    exact = ((state["exp_avg"].double() / first).abs() / (root + group["eps"])).numpy()
+    for q in (10, 50, 90, 99):
+        expected = np.quantile(exact, q / 100, method="inverted_cdf")
+        assert values[f"step_q{q}"] == pytest.approx(expected, rel=0.032, abs=1e-37), (seed, q)
+    gradient = parameter.grad.double().abs()
+    assert values["eps_dominated"] == pytest.approx(float((root < group["eps"]).double().mean()), abs=1e-5)
+    assert values["stale"] == pytest.approx(float(((gradient > 0) & (gradient * 100 < root)).double().mean()), abs=1e-5)
+    change = (parameter.detach().double() - before.double()).norm() / before.double().norm()
+    assert values["update_ratio.text"] == pytest.approx(float(change), rel=1e-6)
 
 
 def test_every_quantity_states_how_it_can_mislead() -> None:

@@ -77,7 +77,7 @@ def _adam(step: Step) -> dict[str, Tensor]:
             if "exp_avg_sq" not in state or gradient is None:
                 continue
             first, second = (1 - beta ** state["step"] for beta in group["betas"])  # the bias corrections
-            square, eps, stale = first**2 / second, first * group["eps"], first * STALE
+            square, eps, stale = first**2 / second, first * group["eps"], first * STALE * step.unscale
             moments = (pieces(local(state[name])) for name in ("exp_avg", "exp_avg_sq"))
             for m, v, g in zip(*moments, pieces(gradient), strict=True):
                 root = _wide(v).mul(square).sqrt_()  # first * sqrt(v_hat): one pass less than correcting each moment
