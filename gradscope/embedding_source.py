@@ -99,12 +99,12 @@ class EmbeddingSource:
     def _columns(self, embeddings: list[Tensor]) -> None:
         """Anchors, positives, and columns of hard negatives, which the readings leave out."""
         self.left_out = len(embeddings) - 2
-        self._tell(Found(image=embeddings[0], text=embeddings[1], scale=torch.tensor(float(self.loss.scale))), lambda seen: True)  # type: ignore[union-attr, arg-type]
+        self._tell(Found(image=embeddings[0], text=embeddings[1], scale=float(self.loss.scale)), lambda seen: True)  # type: ignore[union-attr, arg-type]
 
     def _cached_columns(self, pieces: list[list[Tensor]]) -> None:
         self.left_out = len(pieces) - 2
         image, text = (torch.cat([piece.detach() for piece in column]) for column in pieces[:2])
-        self._tell(Found(image=image, text=text, scale=torch.tensor(float(self.loss.scale))), lambda seen: False)  # type: ignore[union-attr, arg-type]
+        self._tell(Found(image=image, text=text, scale=float(self.loss.scale)), lambda seen: False)  # type: ignore[union-attr, arg-type]
 
     def _whole(self, seen: Found) -> bool:
         """Whether the model made all these rows in one forward pass; open_clip's accumulation joins rows of several."""
@@ -125,7 +125,8 @@ class EmbeddingSource:
         if seen is not None and (seen.scale is not None or module is self.model):
             self.stop_searching()
             self._undo.append(module.register_forward_hook(Hook(self._returned)).remove)
-            self._undo.append(module.register_forward_pre_hook(Hook(self._inputs), with_kwargs=True).remove)
+            if module is not self.model:
+                self._undo.append(module.register_forward_pre_hook(Hook(self._inputs), with_kwargs=True).remove)
             self._tell(seen, lambda _: True)
 
     def _may_be_called(self, module: nn.Module, args: Any, kwargs: Any) -> None:

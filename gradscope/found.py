@@ -28,11 +28,11 @@ TOKEN_IDS = ("input_ids", "text", "texts", "token_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Rows [N, D] of both towers, and the scale after exp [] or None where only the module has it."""
+    """Rows [N, D] of both towers, and the scale after exp (a number, or a tensor of one) or None where only the module has it."""
 
     image: Tensor
     text: Tensor
-    scale: Tensor | None
+    scale: Tensor | float | None
     token_ids: Tensor | None = None
 
 
@@ -91,7 +91,7 @@ def _first(named: Mapping[str, Any], names: Sequence[str]) -> Tensor | None:
     return next((named[name] for name in names if _is_rows(named.get(name))), None)
 
 
-def _scale(named: Mapping[str, Any]) -> Tensor | None:
+def _scale(named: Mapping[str, Any]) -> Tensor | float | None:
     return next((_as_scale(named[name]) for name in SCALE if named.get(name) is not None), None)
 
 
@@ -101,10 +101,11 @@ def _by_order(values: Sequence[Any]) -> Found | None:
     return Found(image=values[0], text=values[1], scale=_as_scale(values[2]) if len(values) > 2 else None)
 
 
-def _as_scale(value: Any) -> Tensor | None:
+def _as_scale(value: Any) -> Tensor | float | None:
+    """As it is: every forward pass comes by here, and an operation would cost more than all the rest."""
     if isinstance(value, Tensor):
-        return value.squeeze() if value.numel() == 1 and value.is_floating_point() else None
-    return torch.tensor(float(value)) if isinstance(value, (int, float)) else None
+        return value if value.numel() == 1 and value.is_floating_point() else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _is_rows(value: Any) -> bool:

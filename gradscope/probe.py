@@ -234,7 +234,6 @@ class Probe:
         self._source.told = True
         self._source.stop_searching()
         if not passive():
-            scale = torch.tensor(float(scale)) if isinstance(scale, (int, float)) else scale
             self._observe(Found(image=image, text=text, scale=scale, token_ids=token_ids), True, captions, lengths)
 
     @_guarded
@@ -301,12 +300,13 @@ class Probe:
             raise ValueError(
                 "no scale was found: the model returns none and has no logit_scale; tell it with probe.watch(image, text, scale)"
             )
+        scale = scale if isinstance(scale, Tensor) else torch.tensor(float(scale))
         if self._normalise is None:
             self._normalise = not (found.unit_rows(seen.image) and found.unit_rows(seen.text))
         self.reader.normalise = self._normalise
         self._log.precision = self.precision or NAMES.get(self._source.dtype or seen.image.dtype, "fp32")
         self.reader.half = self._log.precision == "fp16"
-        embeddings = Embeddings(image=seen.image, text=seen.text, scale=scale.to(seen.text.device))
+        embeddings = Embeddings(image=seen.image, text=seen.text, scale=scale.squeeze().to(seen.text.device))
         ids = seen.token_ids if seen.token_ids is not None else self._source.token_ids
         ids = ids if ids is not None and len(ids) == len(seen.text) else None
         observed = self._observed(embeddings, None if captions is None else tuple(captions), ids, lengths)
@@ -327,7 +327,9 @@ class Probe:
         n = len(embeddings.text)
         sizes = distributed.gathered(torch.tensor([n], device=embeddings.text.device)).tolist()
         if len(set(sizes)) > 1:  # the same on every rank, and before any gather of rows, which would wait for ever
-            raise ValueError(f"the ranks hold batches of {sizes} pairs, and a softmax over all ranks needs one size; drop the last batch")
+            raise ValueError(
+                f"the ranks hold batches of {sizes} pairs, and a softmax over all ranks needs one size; drop the last batch"
+            )
         start = distributed.rank() * n
         everyone = Embeddings(
             image=distributed.gathered(embeddings.image), text=distributed.gathered(embeddings.text), scale=embeddings.scale.detach()

@@ -133,7 +133,7 @@ def test_a_gather_without_gradient_halves_the_step_and_that_is_seen(ranks: Any) 
 
 
 def test_local_rows_without_gradient_are_another_loss(ranks: Any) -> None:
-    """G24: logits are (local, global), columns have no gradient: rows are read whole, and the agreement says that this is not InfoNCE's."""
+    """G24: logits are (local, global), columns have no gradient: rows are read whole, and the agreement says that it is not InfoNCE."""
     expected = one_process()
     for found in ranks["local rows"]:
         assert found["residual", "infonce", "mean.i2t"] == pytest.approx(expected["residual", "infonce", "mean.i2t"], rel=1e-6)

@@ -8,14 +8,18 @@ import io
 import math
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from test_probe import Towers, batch, hooks_of, info_nce, norm, sgd, true_gradient
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import ModelOutput
 
 import gradscope
 from gradscope.probe import Probe
@@ -533,6 +537,122 @@ def test_a_scaler_that_does_nothing(tmp_path: Path, kind: str) -> None:
             scaler.update()
     assert probe.last["accumulation", "total", "norm"] == pytest.approx(exact, rel=1e-5)
     assert Run(tmp_path / "run").steps["loss_scale"].isna().all()
+
+
+# ---- what a forward pass may look like (G8)
+
+
+@dataclass
+class Rows:
+    image_embeds: Tensor
+    text_embeds: Tensor
+    logit_scale: Tensor
+
+
+class Shaped(Towers):
+    """Returns a form, is called by keywords."""
+
+    def forward(self, features: Tensor, ids: Tensor) -> Any:
+        image, text, scale = super().forward(features, ids)
+        if self.form == "dataclass":
+            return Rows(image, text, scale)
+        if self.form == "without scale":
+            return {"image_embeds": image, "text_embeds": text}
+        return Output(image_embeds=image, text_embeds=text, logit_scale=scale) if self.form == "model output" else (image, text, scale)
+
+
+@dataclass
+class Output(ModelOutput):  # type: ignore[misc]
+    image_embeds: Tensor | None = None
+    text_embeds: Tensor | None = None
+    logit_scale: Tensor | None = None
+
+
+@pytest.mark.parametrize("form", ["dataclass", "model output", "without scale", "tuple"])
+def test_outputs_of_every_form_and_inputs_by_keyword(form: str) -> None:
+    """G8: a module's full backward hook would not fire on these; tensor hooks do."""
+    model = Shaped(form, seed=secrets.randbelow(1000))
+    exact = norm(true_gradient(cast(Towers, twin_of(model))))
+    with Probe(model, probe_set="full", every=1) as probe:
+        features, ids = batch(0)
+        output = model(features=features, ids=ids)
+        named = output if isinstance(output, dict) else vars(output) if form == "dataclass" else {}
+        image, text = (named["image_embeds"], named["text_embeds"]) if named else output[:2]
+        info_nce(image, text, model.logit_scale.exp()).backward()
+        sgd(model).step()
+    assert probe.last["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-9)
+    assert probe.last["gradient", "infonce", "norm"] == pytest.approx(exact, rel=1e-5)
+    assert probe.last["zeros", "infonce", "structural.parameters"] > 0  # the ids were found among the keywords
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    twin = Towers()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+@loop()
+def rows_changed_in_place(model: Any, probe: Probe | None) -> None:
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        image, text, scale = model(*batch(step))
+        image.mul_(2.0)
+        text += 0.0
+        image.div_(image.detach().norm(dim=1, keepdim=True))
+        optimizer.zero_grad()
+        info_nce(image, text, scale).backward()
+        optimizer.step()
+
+
+def test_rows_may_be_changed_in_place_afterwards() -> None:
+    """G8: a module's full backward hook would raise here, since it hands out views."""
+    probe, _ = both_ways("rows_changed_in_place")
+    assert probe.last["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-6)
+    assert not [key for key in probe.last if key[2] == "failed"]
+
+
+def test_attached_after_the_first_compiled_call() -> None:
+    """G16, G17: hooks that come later are seen as well, and break no graph."""
+    torch._dynamo.reset()
+    model, counters = Towers(), torch._dynamo.utils.counters
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    counters.clear()
+    compiled(*batch(9))
+    frames = counters["stats"]["unique_graphs"]
+    with Probe(cast(nn.Module, compiled), probe_set="full", every=1) as probe:
+        step_of(compiled, sgd(model), 0)
+    assert probe.last["gradient", "infonce", "norm"] == pytest.approx(norm(true_gradient(Towers())), rel=1e-5)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == frames  # nothing was compiled again
+
+
+# ---- the cost of a step that is not probed
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_that_is_not_probed_runs_no_operation_of_its_own() -> None:
+    """No kernel, no copy, and so no wait for a device: the same operations in the same order as without the probe."""
+    found = []
+    for probed in (False, True):
+        model = Towers()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with Probe(model, probe_set="full", every=100) if probed else nullcontext():
+            step_of(model, optimizer, 0)
+            with Operations() as operations:
+                for step in range(1, 4):
+                    step_of(model, optimizer, step)
+        found.append(operations.names)
+    assert [(a, b) for a, b in zip(*found, strict=False) if a != b] == []
+    assert len(found[0]) == len(found[1]) > 50
 
 
 # ---- attaching
