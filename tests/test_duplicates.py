@@ -13,6 +13,7 @@ import pytest
 import torch
 from repeats import generator, groups, mask, masked_step, repeated, seed, unit
 from safetensors.torch import load_file
+from test_resume import assert_equal_runs, train_until
 from test_step_reader import Syncs
 from torch import Tensor
 from toy import Toy, toy_batch, toy_reader
@@ -357,6 +358,21 @@ def test_cached_equals_one_wide_softmax_with_duplicates_excluded(repeated_folder
         outcomes.append([total_loss(terms).detach(), *(p.grad for p in encoder.parameters() if p.grad is not None)])
     for wide, replayed in zip(*outcomes, strict=True):
         assert torch.allclose(wide, replayed, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_resumed_run_excludes_the_same(repeated_folder: Path, small_encoder: Path, tmp_path: Path) -> None:
+    settings = {
+        "data.name": str(repeated_folder), "encoder.name": str(small_encoder), "train.device": "cpu", "train.batch_size": 6,
+        "train.accumulate": 2, "train.accumulate_mode": "cached", "train.max_steps": 4, "train.checkpoint_every": 2, "train.lr": 1e-3,
+        "objective.name": "hn", "objective.margin": "frozen", "objective.token_weight": 1.0, "objective.loss_form": "residual",
+        "objective.duplicates": "exclude", "probe.log_grads": True,
+    }  # fmt: skip
+    train(resolve({}, settings), tmp_path / "whole", quiet=True)
+    train_until(resolve({}, settings), tmp_path / "killed", 4)
+    train(resolve({}, settings), tmp_path / "killed", resume=True, quiet=True)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
+    assert (Run(tmp_path / "killed").steps["duplicates_excluded"] > 0).all()
 
 
 def test_a_wrong_word_is_refused() -> None:
