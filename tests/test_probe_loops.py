@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import ModelOutput
 
 import gradscope
+from gradscope.local_norm import LocalNorm
 from gradscope.probe import Probe
 from gradscope.runlog import Run
 
@@ -520,6 +521,24 @@ def test_a_skipped_first_step_is_recorded_though_no_optimizer_was_ever_seen(tmp_
     assert probe._index == 3
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscaled_and_clipped_by_the_loop(fused: bool) -> None:
+    """G13, G14: the loop calls ``unscale_`` and clips; both norms are of the gradient itself."""
+    model = Towers(seed=secrets.randbelow(1000))
+    exact = norm(true_gradient(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    with Probe(model, scaler=scaler, probe_set="full", every=1) as probe:
+        scaler.scale(info_nce(*model(*batch(0)))).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+    assert probe.last["accumulation", "total", "norm"] == pytest.approx(exact, rel=1e-5)
+    assert probe.last["accumulation", "total", "norm_clipped"] == pytest.approx(0.01, rel=1e-3)
+    assert probe.last["gradient", "infonce", "norm"] == pytest.approx(exact, rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["disabled", "unused"])
 def test_a_scaler_that_does_nothing(tmp_path: Path, kind: str) -> None:
     model = Towers()
@@ -624,6 +643,19 @@ def test_attached_after_the_first_compiled_call() -> None:
     assert probe.last["gradient", "infonce", "norm"] == pytest.approx(norm(true_gradient(Towers())), rel=1e-5)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == frames  # nothing was compiled again
+
+
+def test_hooks_on_the_parameters_of_a_compiled_module_fire() -> None:
+    """G15: tensor hooks for the norm before averaging, also when they come after the first call."""
+    torch._dynamo.reset()
+    model = Towers()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(*batch(9))
+    local = LocalNorm(list(model.parameters()))
+    info_nce(*compiled(*batch(0))).backward()
+    local.remove()
+    assert float(local.by_rank(1.0, torch.device("cpu"))[0]) == pytest.approx(norm(true_gradient(Towers())), rel=1e-5)
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 # ---- the cost of a step that is not probed
