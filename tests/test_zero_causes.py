@@ -507,6 +507,12 @@ def test_older_words_for_a_cast_are_understood(kind: object) -> None:
     torch.testing.assert_close(wide["weight"], twin.weight.grad, rtol=1e-13, atol=0)
 
 
+def test_whole_numbers_become_floating_ones_in_a_reference() -> None:
+    model = nn.Linear(4, 1)
+    gradient = reference(model, lambda run: run.model(IDS.float()).sum() + IDS.float().mean(), torch.float64)
+    assert gradient["weight"].tolist() == [IDS.tolist()]
+
+
 def test_all_passes_draw_the_same_dropout() -> None:
     model = Restless()
     torch.manual_seed(random.randrange(2**30))
@@ -579,7 +585,50 @@ def test_inputs_that_were_not_cast_and_an_autocast_of_ones_own_are_named() -> No
         account(nn.Linear(2, 2), own_autocast, dtype=torch.bfloat16)
 
 
+class Reentrant(Every):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.ones(4, 4, requires_grad=True)
+        return self.out(torch.utils.checkpoint.checkpoint(lambda x: self.hidden(x).relu(), x, use_reentrant=True))
+
+
+def test_reentrant_checkpoints_are_refused_not_called_unused() -> None:
+    with pytest.raises(ValueError, match="use use_reentrant=False"):
+        account(Reentrant(), shrunk(1.0))
+
+
+def test_an_autocast_inside_the_model_is_held_against_float64() -> None:
+    class Own(Every):
+        def forward(self, ids: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(ids)
+
+    model = Own()
+    with pytest.raises(ValueError, match=re.escape("references=(torch.float64,)")):
+        account(model, shrunk(1.0), dtype=torch.bfloat16)
+    assert account(model, shrunk(1.0), dtype=torch.bfloat16, references=(torch.float64,)).total().zeros["unused"] == 6
+
+
+def test_tensors_that_are_no_buffers_and_hooks_on_parameters_are_in_the_references_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].turn = torch.eye(3)  # no buffer: .to(dtype) leaves it
+    model[0].register_forward_hook(lambda module, _, out: out @ module.turn)
+    kept = torch.tensor([1.0, 0.0, 1.0])
+    model[0].weight.register_hook(lambda g: g * kept)  # as who trains some columns only
+    found = account(model, lambda run: run.model(run.cast(torch.ones(1, 3))).square().sum())
+    assert found.total().zeros["dtype_underflow"] == 0
+    assert found.total("0").zero_entries == 3
+
+
 def test_masks_and_references_that_do_not_fit_are_refused() -> None:
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="the loss scale must be a positive number"):
+            account(Every(), shrunk(1.0), loss_scale=wrong)
+    for wrong in (torch.int32, "fp16"):
+        with pytest.raises(ValueError, match=re.escape("give one of torch.float16, torch.bfloat16")):
+            account(Every(), shrunk(1.0), dtype=wrong)
+    with pytest.raises(ValueError, match="is a bool tensor"):
+        account(Every(), shrunk(1.0), structural={"table.weight": torch.ones(10, dtype=torch.int64)})
     with pytest.raises(ValueError, match="structural names 'tabel'"):
         account(Every(), shrunk(1.0), structural={"tabel": torch.ones(10, dtype=torch.bool)})
     with pytest.raises(ValueError, match="fits neither"):

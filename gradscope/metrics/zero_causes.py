@@ -68,7 +68,9 @@ def count_causes(zero: Tensor, evidence: Mapping[str, Tensor | None]) -> dict[st
 
 
 def rows_as_entries(rows: Tensor, like: Tensor) -> Tensor:
-    """A mask of rows [R], or of entries, as one that broadcasts to ``like`` [R, ...]. ValueError where it fits neither."""
+    """A bool mask of rows [R], or of entries, as one that broadcasts to ``like`` [R, ...]. ValueError where it fits neither."""
+    if rows.dtype != torch.bool:
+        raise ValueError(f"a structural mask is a bool tensor, True where the batch cannot reach; got {rows.dtype}")
     if rows.shape == like.shape:
         return rows
     if rows.shape == like.shape[:1]:

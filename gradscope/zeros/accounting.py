@@ -16,6 +16,7 @@ Cost: one forward pass and about nine backward passes, and for each reference on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,9 @@ from gradscope.metrics.zero_causes import (
 )
 from gradscope.zeros.counterfactual import Closure, Measured, measure, reference, wider
 from gradscope.zeros.evidence import Evidence, Masks, alive_entries, evidence_of
+
+#: Of a pass that can be counted.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +138,10 @@ def account(
         group: parameter name -> the group to sum by.
 
     Raises:
-        ValueError: no finite loss, a closure that does not use its ``Pass``, a mask that fits nothing, references in no order.
+        ValueError: no such dtype or loss scale, no finite loss, nothing that trains, a reentrant checkpoint, a closure that does not
+            use its ``Pass``, a mask that fits nothing, references in no order.
     """
+    _check(dtype, loss_scale)
     ladder = wider(dtype) if references is None else tuple(references)
     if any(step not in wider(before) for before, step in zip((dtype, *ladder), ladder, strict=False)):
         raise ValueError(f"references must be wider than {dtype}, the narrowest first; got {list(ladder)}")
@@ -162,6 +168,13 @@ def account(
         tensors=tensors,
         notes=tuple(_notes(found, total, adam, model)),
     )
+
+
+def _check(dtype: torch.dtype, loss_scale: float) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; give one of {', '.join(map(str, DTYPES))}")
+    if not 0 < loss_scale < math.inf:
+        raise ValueError(f"the loss scale must be a positive number, got {loss_scale:g}; GradScaler starts at 65536")
 
 
 # ---- counting

@@ -19,7 +19,6 @@ device whose generator draws differently by dtype has another mask in the refere
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from gradscope.zeros.widened import Widened, copied, default_dtype, narrower, word
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -47,7 +47,7 @@ class Pass:
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Inputs for the model: floating tensors narrower than ``dtype`` are widened, others returned as they are."""
-        return tensor.to(self.dtype) if _narrower(tensor.dtype, self.dtype) else tensor
+        return tensor.to(self.dtype) if narrower(tensor.dtype, self.dtype) else tensor
 
 
 Closure = Callable[[Pass], Tensor]
@@ -69,7 +69,7 @@ class Measured:
 
 def wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """The dtypes a pass is held against, the narrowest first."""
-    return tuple(wide for wide in (torch.float32, torch.float64) if _narrower(dtype, wide))
+    return tuple(wide for wide in (torch.float32, torch.float64) if narrower(dtype, wide))
 
 
 def measure(model: nn.Module, closure: Closure, dtype: torch.dtype, loss_scale: float) -> Measured:
@@ -78,6 +78,7 @@ def measure(model: nn.Module, closure: Closure, dtype: torch.dtype, loss_scale: 
     _check_dtypes(parameters, dtype)
     with _kept(model), torch.enable_grad():
         loss = _checked(closure(Pass(model=model, dtype=dtype)), dtype)
+        _refuse_reentrant(loss)
         gradient = _gradient(loss, parameters, loss_scale)
         exponent, multiplied = _largest_factor(loss, parameters)
     if loss_scale != 1:
@@ -92,25 +93,26 @@ def reference(model: nn.Module, closure: Closure, dtype: torch.dtype) -> dict[st
         ValueError: the closure does not use its ``Pass``, or the model cannot be copied.
     """
     try:
-        twin = copy.deepcopy(model).to(dtype)
+        twin = copied(model, dtype)
     except Exception as error:
-        raise ValueError(
-            f"the model cannot be copied for the {_word(dtype)} pass ({error}); leave it out with references=()"
-        ) from error
-    mode = _Widened(dtype)
+        raise ValueError(f"the model cannot be copied for the {word(dtype)} pass ({error}); leave it out with references=()") from error
+    mode = Widened(dtype)
     mode.enter_in(twin)
     try:
-        with _kept(twin), torch.enable_grad(), _default(dtype), mode:
+        with _kept(twin), torch.enable_grad(), default_dtype(dtype), mode:
             loss = _checked(closure(Pass(model=twin, dtype=dtype)), dtype)
             gradient = _gradient(loss, _trainable(twin), 1.0)
     except RuntimeError as error:
         what = str(error).splitlines()[0]
         raise ValueError(
-            f"the closure does not run in {_word(dtype)} ({what}); pass floating inputs through run.cast(...), or leave the reference "
+            f"the closure does not run in {word(dtype)} ({what}); pass floating inputs through run.cast(...), or leave the reference "
             "out with references=()"
         ) from error
     if mode.narrowed:
-        raise ValueError(f"the {_word(dtype)} pass computed in {mode.narrowed}; use run.autocast() in place of torch.autocast")
+        raise ValueError(
+            f"the {word(dtype)} pass computed in {mode.narrowed}; use run.autocast() in place of torch.autocast, or, where the model "
+            "has an autocast of its own, references=(torch.float64,), which no autocast narrows"
+        )
     if all(g is None for g in gradient.values()):
         raise ValueError("the loss of the closure does not depend on run.model; compute it with run.model, not with your own variable")
     return gradient
@@ -130,9 +132,9 @@ def _check_dtypes(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) ->
     fitting = (dtype, torch.float32) if dtype in HALF else (dtype,)
     wrong = next((p.dtype for p in parameters.values() if p.dtype not in fitting), None)
     if wrong is not None:
-        needs = " or ".join(_word(fits) for fits in fitting)
+        needs = " or ".join(word(fits) for fits in fitting)
         raise ValueError(
-            f"a {_word(dtype)} pass needs {needs} parameters, the model has {_word(wrong)} ones; give the dtype of the model's, or "
+            f"a {word(dtype)} pass needs {needs} parameters, the model has {word(wrong)} ones; give the dtype of the model's, or "
             "that of its autocast"
         )
 
@@ -142,6 +144,19 @@ def _gradient(loss: Tensor, parameters: Mapping[str, nn.Parameter], factor: floa
     seed = torch.full_like(loss, factor)
     found = torch.autograd.grad(loss, list(parameters.values()), seed, retain_graph=True, allow_unused=True)
     return {name: None if g is None else g.to_dense() for name, g in zip(parameters, found, strict=True)}
+
+
+def _refuse_reentrant(loss: Tensor) -> None:
+    """What a reentrant checkpoint holds has no graph: its parameters would look unused."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError("the model is checkpointed with use_reentrant=True, which hides its parameters; use use_reentrant=False")
+        left += [below for below, _ in node.next_functions]
 
 
 def _largest_factor(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> tuple[int | None, dict[str, Tensor]]:
@@ -163,7 +178,7 @@ def _checked(loss: Tensor, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"the closure must return the loss, one number with a gradient; it returned {what}")
     if not math.isfinite(float(loss.detach())):
         raise ValueError(
-            f"the loss of the {_word(dtype)} pass is {float(loss.detach())}, so there is no gradient; try a wider precision"
+            f"the loss of the {word(dtype)} pass is {float(loss.detach())}, so there is no gradient; try a wider precision"
         )
     return loss
 
@@ -188,65 +203,3 @@ def _kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers.items():
                 buffer.copy_(value)
-
-
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _narrower(dtype: object, than: torch.dtype) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < than.itemsize
-
-
-def _dtype_of(kind: Any) -> Any:
-    """A dtype by its older names: torch.FloatTensor, "torch.FloatTensor"."""
-    kind = getattr(torch, kind.rsplit(".", 1)[-1]) if isinstance(kind, str) else kind
-    return getattr(kind, "dtype", kind)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class _Widened(TorchFunctionMode):
-    """Turns casts to narrower dtypes into casts to ``dtype``, and notes the first operation that narrows all the same."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.narrowed = ""
-
-    def enter_in(self, model: nn.Module) -> None:
-        """Every forward of ``model``'s parts enters the mode, which is off where checkpointed activations are computed anew."""
-        for module in model.modules():
-            module.forward = self._under(module.forward)
-
-    def _under(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return forward(*args, **kwargs)
-
-        return wrapped
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-            return args[0] if args[0].dtype.itemsize >= self.dtype.itemsize else args[0].to(self.dtype)
-        if func is Tensor.type and len(args) > 1:
-            args = [args[0], _dtype_of(args[1])]
-        args = [self._wide(value) for value in args]
-        kwargs = {key: self._wide(value) for key, value in (kwargs or {}).items()}
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and _narrower(result.dtype, self.dtype) and not self.narrowed:
-            inputs = [value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            if self.dtype in inputs:
-                self.narrowed = f"{_word(result.dtype)} at '{getattr(func, '__name__', func)}'"
-        return result
-
-    def _wide(self, value: Any) -> Any:
-        return self.dtype if _narrower(value, self.dtype) else value
