@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from test_probe import Towers, batch, info_nce, norm
 from torch import nn
-from torch.nn import functional as F
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscope.distributed import local
