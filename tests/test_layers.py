@@ -190,6 +190,7 @@ def test_only_the_probe_and_the_encoders_register_hooks():
         "gradscope.local_norm",
         "gradscope.embedding_source",
         "gradscope.encoders.tokens",
+        "gradscope.zeros.widened",  # those of the user's own parameters, on a copy
     }
 
 

@@ -708,6 +708,8 @@ def test_without_an_adam_nothing_is_claimed() -> None:
 def test_the_sentence_names_causes_and_what_a_loss_scale_would_do() -> None:
     says = lambda *pairs, **more: explanation(account(Factors(list(pairs)), run_alone, **more))  # noqa: E731
     assert says(ALIVE) == "None of 1 entries is without a gradient."
+    assert says(ALIVE, (1e-9, 1.0)).endswith("a gradient. Of the non-zero entries, 50 % are small against Adam's eps.")
+    assert "100 % of all entries are inf or nan" in says((1e38, 1.0), loss_scale=1024.0)
     assert says(ALIVE, NEVER).startswith("50 % of 2 entries have no gradient. Of these, 100 % are zero in every pass. Nothing here")
     assert "With the largest loss scale that overflows nowhere, 2^127, 50 % of the dtype underflow would come back; the rest" in says(
         ALIVE, TOO_SMALL, HOPELESS

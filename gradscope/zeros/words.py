@@ -23,13 +23,16 @@ MEANING = {
 def explanation(found: Accounting) -> str:
     """What explains the zeros, the largest cause first, what a loss scale would do, and what Adam's eps mutes."""
     total = found.total()
+    return " ".join(part for part in (_causes(total), _remedy(found, total), _unseen(total)) if part)
+
+
+def _causes(total: Tally) -> str:
     zeros = total.zero_entries
     if not zeros:
         return f"None of {total.entries:,} entries is without a gradient."
     ranked = sorted((cause for cause in CAUSES if total.zeros[cause]), key=lambda cause: -total.zeros[cause])
     parts = [f"{share(total.zeros[cause], zeros)} {MEANING[cause]}" for cause in ranked]
-    words = f"{share(zeros, total.entries)} of {total.entries:,} entries have no gradient. Of these, {'; '.join(parts)}."
-    return f"{words} {_remedy(found, total)}{_unseen(total)}"
+    return f"{share(zeros, total.entries)} of {total.entries:,} entries have no gradient. Of these, {'; '.join(parts)}."
 
 
 def share(part: int, whole: int) -> str:
@@ -48,6 +51,8 @@ def _remedy(found: Accounting, total: Tally) -> str:
     underflow = total.zeros["dtype_underflow"]
     if total.non_finite:
         return f"But {share(total.non_finite, total.entries)} of all entries are inf or nan: the pass overflows, the rest is no guide."
+    if not total.zero_entries:
+        return ""
     if not underflow and not total.zeros["saturation_underflow"]:
         return "Nothing here speaks of precision or saturation."
     if not underflow:
@@ -66,7 +71,7 @@ def _unseen(total: Tally) -> str:
     words = {"eps_dominated": "are small against Adam's eps", "stale": "are under a hundredth of their remembered size"}
     found = [(total.invisible.get(key, 0), says) for key, says in words.items()]
     parts = [f"{share(count, total.entries - total.zero_entries)} {says}" for count, says in found if count]
-    return f" Of the non-zero entries, {', '.join(parts)}." if parts else ""
+    return f"Of the non-zero entries, {', '.join(parts)}." if parts else ""
 
 
 def as_dict(tally: Tally) -> dict[str, Any]:
