@@ -221,7 +221,7 @@ def measure(
 
 def compared(made: Pass, truth: Pass, objective: PairLoss, *, precision: str) -> LossPath:
     """What ``measure`` answers, from two passes that are at hand: ``made`` in ``precision``, ``truth`` by ``exact_pass``."""
-    values = {**_loss_values(made, truth, objective), **_gradient_values(made, truth)}
+    values = {**own_values(made, objective), **_against(made, truth)}
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return LossPath(precision=precision, loss_scale=made.loss_scale, **dict(zip(values, numbers, strict=True)))
 
@@ -285,29 +285,35 @@ def _row_grad(logits: Tensor, rows: Callable[[Tensor], Tensor], loss_scale: floa
     return torch.autograd.grad(rows(leaf).mean() / 2 * loss_scale, leaf)[0]
 
 
-def _loss_values(made: Pass, truth: Pass, objective: PairLoss) -> dict[str, Tensor]:
+def own_values(made: Pass, objective: PairLoss) -> dict[str, Tensor]:
+    """The fields of ``LossPath`` that one pass answers alone, [] each: all but row_sum and what is held against float64."""
+    raw = torch.cat(made.gradient)  # [2N, D]
     return {
         "loss": made.loss,
         "log10_loss_true": objective.log10_loss(made.logits),
         "residual": objective.residual(made.logits).mean(),
-        "logit_rounding": (made.logits.double() - truth.logits).abs().max(),
-    }
-
-
-def _gradient_values(made: Pass, truth: Pass) -> dict[str, Tensor]:
-    raw = torch.cat(made.gradient)  # [2N, D]
-    unscaled = [g.double() / made.loss_scale for g in made.gradient]
-    nan = torch.full((), math.nan, dtype=torch.float64, device=raw.device)
-    return {
-        "gradient_norm": true_norm(unscaled).abs(),  # never -0.0
+        "gradient_norm": true_norm(_unscaled(made)).abs(),  # never -0.0
         "zero_share": (raw == 0).double().mean(),
         "zero_rows": (raw == 0).all(dim=1).double().mean(),
         "non_finite": (~raw.isfinite()).double().mean(),
         "pull_lost": lost_pulls(made.logit_grad).double().mean(),
+    }
+
+
+def _against(made: Pass, truth: Pass) -> dict[str, Tensor]:
+    """The other fields."""
+    unscaled = _unscaled(made)
+    nan = torch.full((), math.nan, dtype=torch.float64, device=made.logits.device)
+    return {
         "row_sum": torch.cat([row_sum_violation(g) for g in made.row_grads]).max() if made.row_grads else nan,
+        "logit_rounding": (made.logits.double() - truth.logits).abs().max(),
         "gradient_error": relative_error(unscaled, truth.gradient),
         "direction": cosine(unscaled, truth.gradient),
     }
+
+
+def _unscaled(made: Pass) -> list[Tensor]:
+    return [g.double() / made.loss_scale for g in made.gradient]
 
 
 def _check(image: Tensor, text: Tensor, precision: str, loss_scale: float) -> None:
