@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gradscope.loss_log import view_log
 from gradscope.registry import unknown_name
 from gradscope.rules import SEVERITIES, Finding, rules
-from gradscope.run_view import Evidence, Unmeasured, View, view_run
+from gradscope.run_view import GIVE_WIDTH, Evidence, Unmeasured, View, view_run
 from gradscope.runlog import is_run
 
 #: What other tools call their logs.
@@ -77,7 +77,7 @@ def diagnose(view: View, mute: Sequence[str] = ()) -> Diagnosis:
         if finding is None:
             silent.append(name)
         else:
-            findings.append(finding)
+            findings.append(finding if view.own else replace(finding, action=getattr(rule, "elsewhere", finding.action)))
     ranked = sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.id))
     return Diagnosis(view=view, findings=tuple(ranked), silent=tuple(silent), unmeasured=unmeasured, muted=tuple(sorted(muted)))
 
@@ -127,16 +127,14 @@ def _said(evidence: Evidence) -> str:
     return f"{evidence.what}: {number}   [{evidence.where}]"
 
 
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """To stdout: what was read, the findings, and which rules had nothing to look at."""
+def print_diagnosis(diagnosis: Diagnosis, *, unmeasured: bool = False) -> None:
+    """To stdout: the findings, how the log was read, and how many rules had too little to look at (``unmeasured``: which, and why)."""
     from rich.table import Table
     from rich.text import Text
 
     from gradscope.console import out
 
     out.print(heading(diagnosis), soft_wrap=True, style="bold")
-    for note in diagnosis.view.notes:
-        out.print(f"  {note}", soft_wrap=True, style="dim")
     colours = {"error": "red", "warning": "yellow", "note": "cyan"}
     for finding in diagnosis.findings:
         out.print()
@@ -148,21 +146,31 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
             grid.add_row(f"  {label}", Text(text))
         out.print(grid)
     out.print()
-    _print_rest(diagnosis)
+    if diagnosis.view.notes:
+        out.print(f"Read: {'; '.join(diagnosis.view.notes)}.", style="dim")
+    out.print(_looked(diagnosis))
+    if diagnosis.muted:
+        out.print(f"Muted: {', '.join(diagnosis.muted)}.")
+    if unmeasured and diagnosis.unmeasured:
+        _print_unmeasured(diagnosis)
 
 
-def _print_rest(diagnosis: Diagnosis) -> None:
+def _looked(diagnosis: Diagnosis) -> str:
+    """How many rules looked, and what keeps the others from it."""
+    looked, rest = len(diagnosis.silent) + len(diagnosis.findings), list(diagnosis.unmeasured.values())
+    words = f"{looked} rule{'s' * (looked != 1)} looked, {len(diagnosis.silent)} found nothing"
+    if not rest:
+        return f"{words}."
+    widths = sum(reason.endswith(GIVE_WIDTH) for reason in rest)
+    more = f"; --width N lets {widths} more look" if widths else ""
+    return f"{words}; {len(rest)} had too little to look at (--unmeasured lists them{more})."
+
+
+def _print_unmeasured(diagnosis: Diagnosis) -> None:
     from rich.table import Table
 
     from gradscope.console import out
 
-    looked = len(diagnosis.silent) + len(diagnosis.findings)
-    out.print(f"{looked} rules looked, {len(diagnosis.silent)} of them found nothing.", soft_wrap=True)
-    if diagnosis.muted:
-        out.print(f"Muted: {', '.join(diagnosis.muted)}.", soft_wrap=True)
-    if not diagnosis.unmeasured:
-        return
-    out.print(f"{len(diagnosis.unmeasured)} had too little to look at:", soft_wrap=True)
     remedies: dict[str, list[str]] = {}
     for name, reason in diagnosis.unmeasured.items():
         remedies.setdefault(reason.split("; ")[-1], []).append(name)  # what would record it, where that is said

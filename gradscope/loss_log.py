@@ -13,7 +13,9 @@ How it can mislead: tools average, smooth or sample the loss before they log it,
 
 from __future__ import annotations
 
+import codecs
 import csv
+import itertools
 import json
 import math
 import re
@@ -44,9 +46,8 @@ OTHERS = {
 NOT_TRAINED = re.compile(r"val|eval|test|scale|__min|__max|runtime|epoch")
 WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
 
-_OPEN_CLIP = re.compile(
-    r"Train Epoch: (?P<epoch>\d+) \[\s*(?P<samples>\d+)/(?P<total>\d+).*?Logit Scale: (?P<scale>\S+) (?P<losses>.*)$"
-)
+_OPEN_CLIP = re.compile(r"Train Epoch: (?P<epoch>\d+) \[\s*(?P<samples>\d+)/(?P<total>\d+) (?P<rest>.*[Ll]oss: .*)$")
+_OPEN_CLIP_SCALE = re.compile(r"Logit Scale: (\S+)")
 _OPEN_CLIP_LOSS = re.compile(r"(\w*[Ll]oss): (\S+) \(")
 
 
@@ -94,10 +95,7 @@ def read_table(path: Path) -> Table:
         raise ValueError(
             f"'{path}' is neither a run nor a file; give a run directory, or a log: .csv, .jsonl, .json, open_clip's out.log"
         )
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"'{path}' is not text; export the log as .csv or .jsonl") from None
+    text = _text(path)
     if '"schema": "gradscope.' in text[:200]:
         raise ValueError(f"'{path}' is one table of a run; give the run directory '{path.parent}'")
     if _OPEN_CLIP.search(text[:1] and next((line for line in text.splitlines() if "Train Epoch:" in line), "")):
@@ -107,16 +105,26 @@ def read_table(path: Path) -> Table:
     return _csv(path, text)
 
 
+def _text(path: Path) -> str:
+    """UTF-8 with or without its mark, or UTF-16 with its own, as Windows shells redirect."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-16" if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"'{path}' is not text; export the log as .csv or .jsonl") from None
+
+
 def _open_clip(path: Path, text: str) -> Table:
     rows = []
     for line in text.splitlines():
         found = _OPEN_CLIP.search(line)
         if not found:
             continue
-        losses = {name.lower(): value for name, value in _OPEN_CLIP_LOSS.findall(found["losses"])}
+        losses = {name.lower(): value for name, value in _OPEN_CLIP_LOSS.findall(found["rest"])}
         epoch, samples, total = int(found["epoch"]), int(found["samples"]), int(found["total"])
         # Its learning rate is printed to six decimals, so that 1e-7 reads 0: not taken over.
-        rows.append({"step": epoch * total + samples, "epoch": epoch, "logit_scale": found["scale"], **losses})
+        scale = _OPEN_CLIP_SCALE.search(found["rest"])
+        rows.append({"step": epoch * total + samples, "epoch": epoch, "logit_scale": scale and scale[1], **losses})
     width = _open_clip_width(path.parent / "params.txt")
     notes = ("steps are counted in samples",) + ((f"softmax width {width} from params.txt",) if width else ())
     return Table(kind="open_clip out.log", rows=rows, width=width, notes=notes)
@@ -137,7 +145,8 @@ def _json(path: Path, text: str) -> Table:
     try:
         content = json.loads(text)
     except ValueError:
-        return Table(kind="JSON lines", rows=_json_lines(path, text))
+        rows, notes = _json_lines(path, text)
+        return Table(kind="JSON lines", rows=rows, notes=notes)
     if isinstance(content, dict) and isinstance(content.get("log_history"), list):
         return Table(kind="Hugging Face trainer_state.json", rows=_objects(path, content["log_history"]))
     if isinstance(content, list):
@@ -145,16 +154,19 @@ def _json(path: Path, text: str) -> Table:
     return Table(kind="JSON lines", rows=_objects(path, [content]))
 
 
-def _json_lines(path: Path, text: str) -> list[dict[str, Any]]:
-    rows = []
+def _json_lines(path: Path, text: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The rows, and words on a last line that is still being written."""
+    rows: list[Any] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             rows.append(json.loads(line))
         except ValueError:
+            if rows and number == text.count("\n") + 1:  # the writer was killed in the middle of it, or has not ended it yet
+                return _objects(path, rows), ("the last line is not whole and was left out",)
             raise ValueError(f"'{path}' line {number} is not JSON; give one JSON object per line, or a .csv") from None
-    return _objects(path, rows)
+    return _objects(path, rows), ()
 
 
 def _objects(path: Path, rows: Sequence[Any]) -> list[dict[str, Any]]:
@@ -164,48 +176,81 @@ def _objects(path: Path, rows: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _csv(path: Path, text: str) -> Table:
-    first = text.split("\n", 1)[0]
+    first = text.lstrip().split("\n", 1)[0]
     separator = max(",;\t", key=first.count)
+    if first.count(separator) == 0 and "loss" in first.lower().split():
+        text, separator = re.sub(r"[ \t]+", " ", re.sub(r"(?m)^[ \t]+|[ \t]+$", "", text)), " "
     if first.count(separator) == 0 and "loss" not in first.lower():
         raise ValueError(f"'{path}' is no log that is known: no JSON, no line of open_clip's, and no columns in its first line")
-    reader = csv.DictReader(text.splitlines(), delimiter=separator)
+    reader = csv.DictReader(text.lstrip().splitlines(), delimiter=separator)
     names = [name.strip() for name in reader.fieldnames or ()]
-    rows = [{name.strip(): value for name, value in row.items() if name is not None} for row in reader]
+    rows = [{name.strip(): _decimal(value, separator) for name, value in row.items() if name is not None} for row in reader]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    notes = (f"several columns are called {', '.join(twice)}: the last of them was read",) if twice else ()
     lowered = {name.lower() for name in names}
     if {"wall time", "value"} <= lowered:
         tags = {name: "loss" if name.lower() == "value" else name.lower() for name in names}
         return Table(kind="TensorBoard export", rows=[{tags[name]: value for name, value in row.items()} for row in rows])
-    return Table(kind="table of columns", rows=rows)
+    return Table(kind="table of columns", rows=rows, notes=notes)
+
+
+def _decimal(value: str | None, separator: str) -> str | None:
+    """0,5 of a table with semicolons is a half; "1,000" of one with commas is a thousand."""
+    if value is None or "," not in value:
+        return value
+    if separator == ",":
+        return value.replace(",", "") if re.fullmatch(r"\s*-?\d{1,3}(,\d{3})+(\.\d*)?\s*", value) else value
+    return value.replace(",", ".") if re.fullmatch(r"\s*-?\d*,\d+([eE][-+]?\d+)?\s*", value) else value
 
 
 def _columns(table: Table, path: Path, loss_column: str | None, step_column: str | None) -> tuple[pd.DataFrame, list[str]]:
     """The frame of steps, and words on what was taken for what."""
     import pandas as pd
 
+    if not table.rows:
+        raise ValueError(f"'{path}' has no rows yet; give a log with at least one training loss")
     names = list(dict.fromkeys(name for row in table.rows for name in row))
     loss, loss_words = _loss_column(path, names, loss_column)
     step = _named(path, names, step_column) if step_column else _first(names, STEP)
     guesses = {ours: _first(names, theirs) for ours, theirs in OTHERS.items()}
     chosen = {ours: name for ours, name in guesses.items() if name is not None and name not in (loss, step)}
-    kept: dict[Any, dict[str, Any]] = {}
-    without = repeated = 0
-    for number, row in enumerate(table.rows, 1):
-        value = _number(row.get(loss))
-        if value is None:
-            without += 1
-            continue
-        at = _number(row.get(step)) if step else float(number)
-        key = number if at is None or not math.isfinite(at) else int(at)
-        repeated += key in kept
-        kept[key] = {"step": key, "loss": value, **{ours: _number(row.get(name)) for ours, name in chosen.items()}}
-    if not kept:
+    rows = [(number, row, value) for number, row in enumerate(table.rows, 1) if (value := _number(row.get(loss))) is not None]
+    if not rows:
         raise ValueError(f"'{path}' has no number in its column '{loss}'; choose another with --loss-column: {', '.join(names)}")
-    words = [loss_words, f"step read from column '{step}'" if step else "no column of steps: rows are numbered"]
+    steps, step_words = _steps([row for _, row, _ in rows], [number for number, _, _ in rows], step, chosen.get("epoch"))
+    kept = {
+        at: {"step": at, "loss": value, **{ours: _number(row.get(name)) for ours, name in chosen.items()}}
+        for at, (_, row, value) in zip(steps, rows, strict=True)
+    }
+    without, repeated = len(table.rows) - len(rows), len(rows) - len(kept)
+    negative = sum(-math.inf < value < 0 for _, _, value in rows)
+    words = [loss_words, *step_words]
     words += [f"{ours} read from column '{name}'" for ours, name in chosen.items()]
     words += [f"{without} rows without a loss left out"] * bool(without)
     words += [f"{repeated} rows replaced by a later one of the same step"] * bool(repeated)
+    words += [f"{negative} losses are under 0, which no cross-entropy is: see --loss-column"] * bool(negative)
     frame = pd.DataFrame([kept[key] for key in sorted(kept)])
     return frame, words
+
+
+def _steps(rows: Sequence[Mapping[str, Any]], numbers: list[int], step: str | None, epoch: str | None) -> tuple[list[int], list[str]]:
+    """The step of each row, and words on where it is from: its column, or the row's number."""
+    if step is None:
+        return numbers, ["no column of steps: rows are numbered"]
+    read = [_number(row.get(step)) for row in rows]
+    steps = [int(at) if at is not None and math.isfinite(at) else None for at in read]
+    if epoch and _start_anew(steps, [_number(row.get(epoch)) for row in rows]):
+        return numbers, [f"column '{step}' starts anew with every epoch: rows are numbered"]
+    unread = sum(at is None for at in steps)
+    if unread:
+        return numbers, [f"column '{step}' has no whole number in {unread} of {len(steps)} rows: rows are numbered"]
+    return [at for at in steps if at is not None], [f"step read from column '{step}'"]
+
+
+def _start_anew(steps: Sequence[int | None], epochs: Sequence[float | None]) -> bool:
+    """Whether the step falls where the epoch rises: a count within the epoch. (Of a resumed run both fall.)"""
+    marks = [(at, epoch) for at, epoch in zip(steps, epochs, strict=True) if at is not None and epoch is not None]
+    return any(b[0] < a[0] and b[1] > a[1] for a, b in itertools.pairwise(marks))
 
 
 def _loss_column(path: Path, names: list[str], asked: str | None) -> tuple[str, str]:

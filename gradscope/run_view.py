@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 #: What would record a reading that is not there.
 PROBE = "the probe reads it: gradscope train --log-grads, or gradscope.Probe in a loop of your own"
 
+GIVE_WIDTH = "give --width"
+
 
 class Unmeasured(Exception):
     """What was asked for is not in the log, or not often enough. The message says what, and after a semicolon what would record it."""
@@ -135,6 +137,11 @@ class View:
         return self.trained or "infonce"
 
     @property
+    def own(self) -> bool:
+        """Whether ``gradscope train`` made it, so that its flags are a remedy."""
+        return self.kind == "run" and "loop" not in self.facts
+
+    @property
     def chance(self) -> float:
         """ln(width), the loss of guessing. Raises Unmeasured where the width is not known."""
         return math.log(self.known_width)
@@ -142,7 +149,7 @@ class View:
     @property
     def known_width(self) -> int:
         if self.width is None:
-            raise Unmeasured("the softmax width is not in the log; give --width")
+            raise Unmeasured(f"the softmax width is not in the log; {GIVE_WIDTH}")
         return self.width
 
     @property
@@ -197,13 +204,14 @@ class View:
 
     def skipped(self) -> Series:
         """0/1 for every step between the first and the last that was logged. In a loop that is not ours only probed and skipped steps
-        have a row: one without a row was not skipped."""
+        have a row: one without a row was not skipped, unless a later row counts it (a fused optimizer tells only then)."""
         logged = self.column("skipped")
         if not len(logged.steps):
             return logged
-        steps = np.arange(logged.steps[0], logged.steps[-1] + 1)
+        skipped = _skipped_steps(logged)
+        steps = np.arange(min([logged.steps[0], *skipped]), logged.steps[-1] + 1)
         before = np.searchsorted(logged.steps, steps, side="right") - 1  # the last logged step up to each
-        return replace(logged, steps=steps, epochs=logged.epochs[before], values=np.isin(steps, logged.steps[logged.values == 1]) * 1.0)
+        return replace(logged, steps=steps, epochs=logged.epochs[before.clip(0)], values=np.isin(steps, skipped) * 1.0)
 
     def _series(self, name: str, unit: str, missing: str, frame: pd.DataFrame | None, column: str) -> Series:
         if frame is None or frame.empty:
@@ -227,6 +235,12 @@ class View:
     @cached_property
     def _readings(self) -> dict[Any, pd.DataFrame]:
         return dict(iter(self.readings.groupby(["quantity", "key", "term"], sort=False))) if len(self.readings) else {}
+
+
+def _skipped_steps(column: Series) -> np.ndarray:
+    """Each row counts the skipped steps up to it: n of them are the last n."""
+    counted = zip(column.steps.tolist(), column.values.tolist(), strict=True)
+    return np.array([step - back for step, count in counted if count > 0 for back in range(int(count))], dtype=int)
 
 
 def view_run(path: Path) -> View:

@@ -189,6 +189,77 @@ def test_what_is_missing_repeated_or_not_finite_is_counted(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("step,loss\n{}", "utf-16"),  # redirected by a Windows shell
+        ("step loss\n{}", "utf-8"),
+        ("  step   loss\n{}", "utf-8-sig"),
+        ("step;loss;lr\n{}", "utf-8"),
+        ("\n\nstep\tloss\n{}", "utf-8"),
+    ],
+    ids=["utf16", "spaces", "more-spaces", "decimal-commas", "blank-lines-first"],
+)
+def test_tables_as_other_programs_write_them(text: str, encoding: str, tmp_path: Path) -> None:
+    values = losses()
+    separator = next(mark for mark in ";,\t " if mark in text.strip())
+    cell = (lambda value: f"{value}".replace(".", ",")) if separator == ";" else str
+    rows = "".join(separator.join([str(step), cell(value)]) + "\n" for step, value in enumerate(values, 1))
+    (tmp_path / "log.csv").write_bytes(text.format(rows).encode(encoding))
+    view = look(tmp_path / "log.csv")
+    assert view.steps["loss"].tolist() == pytest.approx(values)
+    assert view.steps["step"].tolist() == list(range(1, STEPS + 1))
+
+
+def test_steps_with_thousands_and_a_column_named_twice(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("step,loss,loss\n" + "".join(f'"{step:,}",1.0,0.5\n' for step in range(990, 1030)))
+    view = look(tmp_path / "log.csv")
+    assert view.steps["step"].tolist() == list(range(990, 1030))
+    assert view.steps["loss"].tolist() == [0.5] * 40
+    assert "several columns are called loss: the last of them was read" in view.notes
+
+
+def test_steps_that_start_anew_with_every_epoch_lose_no_row(tmp_path: Path) -> None:
+    rows = [{"epoch": epoch, "batch": batch, "loss": 0.5} for epoch in range(3) for batch in range(20)]
+    view = look(write_csv(tmp_path / "log.csv", rows))
+    assert len(view.steps) == 60
+    assert "column 'batch' starts anew with every epoch: rows are numbered" in view.notes
+
+
+def test_a_resumed_log_counts_the_later_rows(tmp_path: Path) -> None:
+    """Killed in epoch 2, resumed from the end of epoch 1: the steps after it come twice."""
+    first = [{"epoch": step // 20, "step": step, "loss": 1.0} for step in range(55)]
+    again = [{"epoch": step // 20, "step": step, "loss": 0.5} for step in range(40, 70)]
+    view = look(write_csv(tmp_path / "log.csv", first + again))
+    assert view.steps["loss"].tolist() == [1.0] * 40 + [0.5] * 30
+    assert "15 rows replaced by a later one of the same step" in view.notes
+
+
+def test_a_log_that_is_still_being_written(tmp_path: Path) -> None:
+    whole = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(40))
+    (tmp_path / "log.jsonl").write_text(whole + '{"step": 40, "lo')
+    view = look(tmp_path / "log.jsonl")
+    assert len(view.steps) == 40
+    assert "the last line is not whole and was left out" in view.notes
+
+
+def test_losses_under_zero_are_no_saturation(tmp_path: Path) -> None:
+    view = look(write_csv(tmp_path / "log.csv", [{"step": step, "loss": -0.5} for step in range(40)]))
+    assert not diagnose(view).findings
+    assert any(note.startswith("40 losses are under 0") for note in view.notes)
+
+
+def test_lines_of_older_open_clip_versions(tmp_path: Path) -> None:
+    """The loss stood before the scale, and nothing behind it."""
+    line = "Train Epoch: 0 [{:>5}/40000 (1%)] Loss: {:#.5g} (2.1) Data (t): 0.1 Batch (t): 0.9, 71.1/s LR: 0.000010 Logit Scale: 71.2\n"
+    values = losses()
+    (tmp_path / "out.log").write_text("".join("2023-01-01 | INFO | " + line.format(64 * k, v) for k, v in enumerate(values)))
+    view = look(tmp_path / "out.log")
+    assert view.kind == "open_clip out.log"
+    assert view.steps["loss"].tolist() == pytest.approx(values, rel=1e-4)
+    assert view.steps["scale"].tolist() == [71.2] * len(values)
+
+
+@pytest.mark.parametrize(
     ("of_step", "settings", "expected"),
     [
         (1e-5, {}, ["GS003"]),
@@ -224,6 +295,8 @@ def test_columns_can_be_chosen(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("log.csv", "step,acc\n1,2\n", "no column that looks like a training loss: step, acc"),
+        ("log.csv", "step,loss\n", "has no rows yet"),
+        ("trainer_state.json", '{"log_history": []}', "has no rows yet"),
         ("log.csv", "step,loss\n1,\n2,x\n", "no number in its column 'loss'"),
         ("notes.txt", "a quiet day\n", "is no log that is known"),
         ("log.jsonl", '{"loss": 1}\nnot json\n', "line 2 is not JSON"),
@@ -291,6 +364,18 @@ def test_a_step_without_a_row_was_not_skipped(tmp_path: Path) -> None:
     assert every.epochs.tolist() == [1, 1, 1, 1, 1, 2, 2, 2, 2]
 
 
+def test_a_row_may_count_several_skipped_steps(tmp_path: Path) -> None:
+    """A fused optimizer tells of skipped steps at the next probed one only: 3 of 10 in each row are a third, not none."""
+    from gradscope.runlog import RunLog
+
+    with RunLog.create(tmp_path / "run", recipe_toml="", provenance={"width": 8, "loop": "not gradscope's"}) as log:
+        log.write_steps([{"step": s, "samples": 8 * s, "epoch": 1, "loss": None, "skipped": 3} for s in range(10, 61, 10)])
+    every = look(tmp_path / "run").skipped()
+    assert every.steps.tolist() == list(range(8, 61))
+    assert every.values.sum() == 18
+    assert ids(tmp_path / "run") == ["GS012"]
+
+
 def test_readings_at_fixed_weights_are_of_nothing_trained(tmp_path: Path) -> None:
     """As ``gradscope probe`` writes them: no rate, no update."""
     hn = {"objective.name": "hn", "objective.gamma": 0.5}
@@ -337,9 +422,26 @@ def test_muted_rules_are_left_out_and_said(broken: Path) -> None:
 
 
 def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
-    done = run(app, ["diagnose", str(hand_run(tmp_path / "run", probed=False, recipe={"probe.log_grads": False}))])
-    assert "had too little to look at:" in done.output
-    assert "gradscope.Probe" in done.output
+    unread = str(hand_run(tmp_path / "run", probed=False, recipe={"probe.log_grads": False}))
+    short, long = (" ".join(run(app, ["diagnose", unread, *more]).output.split()) for more in ([], ["--unmeasured"]))
+    assert short.endswith("12 had too little to look at (--unmeasured lists them).")
+    assert "gradscope.Probe" not in short
+    assert long.startswith(short)
+    assert "gradscope.Probe" in long
+
+
+def test_the_width_is_asked_for_where_it_would_help(tmp_path: Path) -> None:
+    """As many more rules look once it is given."""
+    path = write_csv(tmp_path / "log.csv", [{"step": step, "loss": value} for step, value in enumerate(losses(), 1)])
+    more = len(diagnose(look(path)).unmeasured) - len(diagnose(look(path, width=32)).unmeasured)
+    said = " ".join(run(app, ["diagnose", str(path)]).output.split())
+    assert f"--width N lets {more} more look" in said
+
+
+def test_the_findings_come_before_how_the_log_was_read(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "log.csv", [{"step": step, "loss": 0.0} for step in range(40)])
+    said = run(app, ["diagnose", str(path)]).output
+    assert said.index("GS003") < said.index("loss read from column 'loss'")
 
 
 def test_bad_input_is_exit_code_2_and_one_line(tmp_path: Path) -> None:

@@ -165,6 +165,19 @@ def check_words(finding: Finding) -> None:
     assert set(re.findall(r"gradscope ([a-z-]+)", words)) <= COMMANDS
 
 
+def test_remedies_in_a_loop_of_others_are_none_of_our_flags(tmp_path: Path) -> None:
+    """The same broken runs, as gradscope.Probe would have logged them in a loop that is not ours."""
+    for index, broken in enumerate(BY_HAND):
+        facts = {"loop": "not gradscope's", **broken.more.get("facts", {})}
+        diagnosis = diagnose(look(hand_run(tmp_path / str(index), broken.readings, **{**broken.more, "facts": facts})))
+        for finding in diagnosis.findings:
+            if finding.id == "GS028":  # needs evaluations, which only runs of ours log
+                continue
+            assert "--set" not in finding.action, finding.id
+            ours = set(re.findall(r"--[a-z][a-z-]+", finding.action)) - ({"--loss-form"} if finding.id == "GS005" else set())
+            assert not ours, finding.id
+
+
 COMMANDS = {"what-if", "figure", "zeros", "audit", "data", "caption-geometry", "check", "diagnose", "compare"}
 
 

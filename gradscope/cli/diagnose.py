@@ -26,6 +26,7 @@ def diagnose(
     loss_column: LossColumn = None,
     step_column: StepColumn = None,
     width: Width = None,
+    unmeasured: Annotated[bool, typer.Option("--unmeasured", help="List the rules that had too little to look at, and why.")] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write everything as JSON.")] = None,
     list_rules: Annotated[bool, typer.Option("--rules", help="List the rules and stop.")] = False,
 ) -> None:
@@ -53,7 +54,7 @@ def diagnose(
     for index, diagnosis in enumerate(diagnoses):
         if index:
             typer.echo()
-        print_diagnosis(diagnosis)
+        print_diagnosis(diagnosis, unmeasured=unmeasured)
     if json_:
         json_.write_text(json.dumps({**SCHEMA, "runs": [content(d) for d in diagnoses]}, indent=2) + "\n", encoding="utf-8")
         typer.echo(f"JSON: {json_}")

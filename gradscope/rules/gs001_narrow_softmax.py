@@ -26,6 +26,10 @@ class NarrowSoftmax:
     id: ClassVar[str] = "GS001"
     title: ClassVar[str] = "Saturated in a narrow softmax"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "A wider softmax: a larger batch, features gathered over ranks, or cached gradients (one softmax over all micro-"
+        "batches, at the memory of one); or batches of captions that are alike, or a margin at this width."
+    )
     share: float = SATURATED
     wide: int = WIDE
     least: int = MEASURED

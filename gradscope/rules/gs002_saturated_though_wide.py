@@ -24,6 +24,10 @@ class SaturatedThoughWide:
     id: ClassVar[str] = "GS002"
     title: ClassVar[str] = "Saturated although the softmax is wide"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Look at the validation first. To go on: a margin where captions are alike, batches of similar captions, harder data, "
+        "or stop earlier."
+    )
     share: float = SATURATED
     wide: int = WIDE
     least: int = MEASURED

@@ -21,6 +21,10 @@ class LossPrintsZero:
     id: ClassVar[str] = "GS004"
     title: ClassVar[str] = "The loss prints 0 and is not"
     severity: ClassVar[str] = "note"
+    elsewhere: ClassVar[str] = (
+        "Read the true loss and the residual instead of the printed loss: gradscope.Probe logs both. If training is to go on, "
+        "see the finding on saturation."
+    )
     share: float = 0.1
     least: int = MEASURED
 
@@ -42,7 +46,7 @@ class LossPrintsZero:
             action="Read the true loss and the residual instead of the printed loss (--log-grads). If training is to go on, see the "
             "finding on saturation.",
             effect="None on training: this is what the printed number cannot show.",
-            verify="gradscope figure 4: log10 of the true loss goes on falling below the floor.",
+            verify="reading loss/log10_true goes on falling below the floor.",
         )
 
     def _true(self, view: View) -> Evidence:

@@ -21,6 +21,10 @@ class PullLost:
     id: ClassVar[str] = "GS005"
     title: ClassVar[str] = "The pull on the positive is rounded to 0"
     severity: ClassVar[str] = "note"
+    elsewhere: ClassVar[str] = (
+        "Form the loss as log1p of the summed exp(s_neg - s_pos): the same value, and its pull does not round away (gradscope "
+        "train has it as --loss-form residual)."
+    )
     share: float = 0.5
     least: int = MEASURED
 

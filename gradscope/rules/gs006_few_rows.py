@@ -24,16 +24,20 @@ class FewRows:
     id: ClassVar[str] = "GS006"
     title: ClassVar[str] = "A few rows carry everything"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Look at those pairs (captions repeated, pictures wrong?); widen the softmax, or lower the learning rate so that single"
+        " rows do not steer the model."
+    )
     done: float = 0.9
     carried: float = 0.05
     least: int = MEASURED
 
     def __call__(self, view: View) -> Finding | None:
-        width = view.known_width
         done = view.both("saturation", "rows_below_1e-3", view.term).recent(self.least)
         rows = view.both("saturation", "effective_rows", view.term).recent(self.least)
         if under_1e3(view, self.least).mean() >= SATURATED or done.mean() < self.done:
             return None
+        width = view.known_width
         if rows.median() > max(1.5, self.carried * width):
             return None
         return found(

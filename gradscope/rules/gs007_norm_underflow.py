@@ -22,6 +22,10 @@ class NormUnderflow:
     id: ClassVar[str] = "GS007"
     title: ClassVar[str] = "The gradient norm prints 0"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Read max-abs and the true norm (readings gradient/norm, accumulation/norm of gradscope.Probe); do not clip by this "
+        "norm, and see the finding on saturation for the cause."
+    )
     share: float = 0.1
     least: int = MEASURED
 

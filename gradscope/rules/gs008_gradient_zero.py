@@ -23,6 +23,10 @@ class GradientZero:
     id: ClassVar[str] = "GS008"
     title: ClassVar[str] = "The whole gradient is exactly 0"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = (
+        "Run loss and logits in fp32, the towers in fp32 or bf16; a scale below 50; a wider softmax. gradscope audit on stored "
+        "embeddings shows what precision takes away."
+    )
     share: float = 0.1
     least: int = MEASURED
 

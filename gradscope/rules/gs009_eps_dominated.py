@@ -25,6 +25,7 @@ class EpsDominated:
     id: ClassVar[str] = "GS009"
     title: ClassVar[str] = "Updates are dominated by Adam's eps"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = "Bring the gradient back (see saturation), or give the optimizer a smaller eps, such as 1e-12."
     share: float = 0.5
     least: int = MEASURED
 

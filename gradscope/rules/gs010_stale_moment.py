@@ -23,6 +23,9 @@ class StaleMoment:
     id: ClassVar[str] = "GS010"
     title: ClassVar[str] = "A stale second moment mutes the gradient"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "A smaller second beta (0.98: half-life 34 steps), or start the optimizer anew from the checkpoint once the loss has fallen."
+    )
     share: float = 0.2
     least: int = MEASURED
 
@@ -30,15 +33,19 @@ class StaleMoment:
         window = view.reading("optimizer", "stale", "total").recent(self.least)
         if window.median() < self.share:
             return None
-        beta2 = float(view.setting_or("train.beta2", 0.999))
-        life = math.log(2) / (1 - beta2) if beta2 < 1 else math.inf
         return found(
             self,
             window.evidence("share of entries with a gradient under sqrt(v_hat) / 100, median over batches", window.median()),
-            cause=f"Adam divides by a memory of larger gradients (half-life {life:.0f} steps at beta2 {beta2:g}): small ones hardly "
-            "move.",
+            cause=f"Adam divides by a memory of larger gradients ({_half_life(view)}): small ones hardly move.",
             action="--set train.beta2=0.98 (half-life 34 steps), or start the optimizer anew from the checkpoint once the loss has "
             "fallen.",
             effect="The normalised step recovers within a few half-lives.",
             verify="readings optimizer/stale and optimizer/step_q50.",
         )
+
+
+def _half_life(view: View) -> str:
+    beta2 = view.setting_or("train.beta2", None)
+    if beta2 is None:
+        return "half-life ln 2 / (1 - beta2) steps, 693 at beta2 0.999"
+    return f"half-life {math.log(2) / (1 - beta2) if beta2 < 1 else math.inf:.0f} steps at beta2 {beta2:g}"

@@ -23,6 +23,9 @@ class HalfUnderflow:
     id: ClassVar[str] = "GS011"
     title: ClassVar[str] = "Half precision rounds gradients to 0"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "torch.autocast in bf16 (the exponent range of fp32), or fp32; in fp16 a larger init_scale of the GradScaler."
+    )
     share: float = 0.25
     least: int = MEASURED
 

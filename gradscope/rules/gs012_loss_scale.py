@@ -24,6 +24,10 @@ class LossScale:
     id: ClassVar[str] = "GS012"
     title: ClassVar[str] = "Mixed precision skips steps"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = (
+        "torch.autocast in bf16 (no GradScaler needed) or fp32; else a lower learning rate, or gradients clipped at norm 1 "
+        "after scaler.unscale_."
+    )
     share: float = 0.1
     least: int = 20
 
@@ -46,7 +50,7 @@ class LossScale:
             "to 0.",
             action="--precision bf16 (no loss scale needed) or fp32; else a lower --lr or --set train.grad_clip=1.",
             effect="No step is skipped after the first few.",
-            verify="column skipped of steps.jsonl; gradscope check --max-skipped 0.01.",
+            verify="column skipped; gradscope check --max-skipped 0.01.",
         )
 
     def _last_scale(self, view: View) -> float:

@@ -23,6 +23,10 @@ class ScaleAtLimit:
     id: ClassVar[str] = "GS014"
     title: ClassVar[str] = "The scale is at its limit, and the softmax saturated"
     severity: ClassVar[str] = "note"
+    elsewhere: ClassVar[str] = (
+        "Clamp the scale lower, at 50 say; gradscope what-if on stored embeddings shows loss and residual over scales, without "
+        "training."
+    )
     share: float = 0.9
     least: int = MEASURED
 

@@ -26,6 +26,10 @@ class ScaleFalling:
     id: ClassVar[str] = "GS015"
     title: ClassVar[str] = "The scale keeps falling"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Check that captions and pictures belong together and do not repeat; lower the learning rate; or hold the scale fixed "
+        "(requires_grad_(False))."
+    )
     kept: float = 0.8
     lowest: float = 1.1
     least: int = LOGGED
@@ -45,7 +49,7 @@ class ScaleFalling:
             action="Check that captions and pictures belong together and do not repeat (gradscope data check); lower --lr; or hold "
             "it with --scale fixed.",
             effect="With consistent pairs the scale stays or recovers; held fixed, the loss shows what the scale was hiding.",
-            verify="column scale of steps.jsonl: it levels off.",
+            verify="column scale: it levels off.",
         )
 
     def _repeated(self, view: View) -> Evidence:

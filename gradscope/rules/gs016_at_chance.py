@@ -25,6 +25,10 @@ class AtChance:
     id: ClassVar[str] = "GS016"
     title: ClassVar[str] = "The loss is that of guessing"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = (
+        "Over-fit 100 pairs first: a sound set-up does it within some hundred steps. Then check the pairing, repeated captions,"
+        " and the learning rate."
+    )
     share: float = CHANCE
     progress: float = 0.98
     steps: int = LOGGED

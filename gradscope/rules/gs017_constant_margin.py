@@ -24,6 +24,10 @@ class ConstantMargin:
     id: ClassVar[str] = "GS017"
     title: ClassVar[str] = "The margin is a constant"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Take the constant off the margin (the mean cosine between captions), or a smaller gamma; a fixed margin of that size "
+        "is the control that shows what the constant alone does."
+    )
     beaten: float = 0.95
     beaten_without: float = 0.5
     logits: float = 10.0

@@ -21,6 +21,10 @@ class RepeatedCaptions:
     id: ClassVar[str] = "GS018"
     title: ClassVar[str] = "Captions repeat within the batch"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Mask identical captions out of each other's negatives (and of the margin), keep them out of one batch, or give the "
+        "pictures captions of their own."
+    )
     share: float = 0.05
     least: int = MEASURED
 
@@ -41,7 +45,8 @@ class RepeatedCaptions:
             action="--duplicates exclude leaves identical captions out of the negatives and of the margin; or give the pictures "
             "captions of their own.",
             effect="The push between equals disappears; the loss falls by what they held.",
-            verify="column duplicates_excluded of steps.jsonl, and validation R@1 against a run that keeps them.",
+            verify="reading captions/exact_duplicates (where they are excluded, column duplicates_excluded); validation R@1 against a "
+            "run that keeps them.",
         )
 
     def _pushed(self, view: View) -> Evidence:

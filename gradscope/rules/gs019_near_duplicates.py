@@ -23,6 +23,10 @@ class NearDuplicates:
     id: ClassVar[str] = "GS019"
     title: ClassVar[str] = "Most captions have a near-duplicate in their batch"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Batch captions that differ, use longer captions, keep a margin small (it is largest on such pairs), and mask those "
+        "that are identical."
+    )
     share: float = 0.5
     apart: float = 0.1
     guessing: float = 0.9

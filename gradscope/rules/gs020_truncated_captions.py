@@ -21,6 +21,9 @@ class TruncatedCaptions:
     id: ClassVar[str] = "GS020"
     title: ClassVar[str] = "Captions are cut at the context"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "A text encoder with a longer context, shorter captions, or the sentence that tells pictures apart put first."
+    )
     share: float = 0.3
     least: int = MEASURED
 
@@ -36,7 +39,7 @@ class TruncatedCaptions:
             action="An encoder with a longer context (--encoder longclip-L, 248 tokens), shorter captions (--caption short where a "
             "data set has them), or --on-too-long error to see which.",
             effect="The text tower sees what tells the captions apart.",
-            verify="truncated_captions in provenance.json of the new run; gradscope data info.",
+            verify="reading captions/truncated, or truncated_captions in provenance.json of the new run.",
         )
 
     def _of_split(self, view: View) -> Evidence:

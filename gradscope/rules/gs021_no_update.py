@@ -27,6 +27,10 @@ class NoUpdate:
     id: ClassVar[str] = "GS021"
     title: ClassVar[str] = "The weights do not move"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = (
+        "Raise the learning rate (1e-5 is usual for a pretrained CLIP, 1e-4 for small models); check that the scheduler reaches"
+        " its peak and that the optimizer holds the trained parameters."
+    )
     ratio: float = 1e-7
     least: int = MEASURED
 

@@ -23,6 +23,7 @@ class UpdateTooLarge:
     id: ClassVar[str] = "GS022"
     title: ClassVar[str] = "Updates rewrite the weights"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = "Lower the learning rate tenfold or more, with some hundred steps of warm-up."
     ratio: float = 0.1
     least: int = MEASURED
 

@@ -24,6 +24,7 @@ class AlwaysClipped:
     id: ClassVar[str] = "GS023"
     title: ClassVar[str] = "Every gradient is clipped"
     severity: ClassVar[str] = "note"
+    elsewhere: ClassVar[str] = "Set the limit of clipping to two or three times the median norm, or do without."
     share: float = 0.95
     factor: float = 2.0
     least: int = 20

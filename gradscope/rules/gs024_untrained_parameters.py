@@ -23,6 +23,10 @@ class UntrainedParameters:
     id: ClassVar[str] = "GS024"
     title: ClassVar[str] = "Parameters that should train get no gradient"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = (
+        "Name them (p.grad is None after backward), then connect or freeze them: look for a detach() or no_grad() on the way, "
+        "and use use_reentrant=False where activations are checkpointed."
+    )
     least: int = MEASURED
 
     def __call__(self, view: View) -> Finding | None:

@@ -26,6 +26,10 @@ class NonFinite:
     id: ClassVar[str] = "GS025"
     title: ClassVar[str] = "Values are nan or infinite"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = (
+        "Go back to the last checkpoint before the first such step; bf16 or fp32 instead of fp16, a lower learning rate, "
+        "gradients clipped at norm 1; look at that step's batch (zero vectors, empty captions)."
+    )
     least: int = 1
 
     def __call__(self, view: View) -> Finding | None:
@@ -41,11 +45,11 @@ class NonFinite:
         return found(
             self,
             *bad,
-            cause="One nan in a batch makes every gradient nan, and one step later every weight.",
+            cause="One value that is not finite in a batch spoils every gradient, and one step later every weight.",
             action="Go back to the last checkpoint before the first such step; --precision bf16 or fp32, a lower --lr, --set "
             "train.grad_clip=1; look at that step's batch (zero vectors, empty captions).",
-            effect="Training stops at the first non-finite loss instead of going on with broken weights.",
-            verify="no non-finite value in steps.jsonl up to and beyond that step.",
+            effect="No step is taken from a gradient that is not finite, so the weights stay whole.",
+            verify="no value of the next run that is not finite, up to and beyond that step.",
         )
 
 
@@ -59,7 +63,7 @@ def _recalls(view: View) -> list[Series]:
 
 def _bad(series: Series, view: View) -> list[Evidence]:
     skipped = view.column("skipped")
-    kept = ~np.isin(series.steps, skipped.steps[skipped.values == 1])
+    kept = ~np.isin(series.steps, skipped.steps[skipped.values > 0])
     bad = kept & ~np.isfinite(series.values)
     if not bad.any():
         return []

@@ -25,6 +25,10 @@ class ProbeSilent:
     id: ClassVar[str] = "GS026"
     title: ClassVar[str] = "The probe does not see what is trained"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = (
+        "Read the lines of the probe in console.log. Give the Probe its loss=, scaler= and trained=, or call probe.watch(image,"
+        " text, scale) with what the loss compares."
+    )
     agreement: float = 0.99
     factor: float = 1e3
     least: int = MEASURED

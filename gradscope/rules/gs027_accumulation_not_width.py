@@ -23,6 +23,10 @@ class AccumulationNotWidth:
     id: ClassVar[str] = "GS027"
     title: ClassVar[str] = "Accumulation does not widen the softmax"
     severity: ClassVar[str] = "note"
+    elsewhere: ClassVar[str] = (
+        "Cached gradients: embed all micro-batches without a graph, one loss over all of them, then each micro-batch's backward"
+        " from the gradient at its embeddings. Or a larger batch."
+    )
     factor: int = 4
     residual: float = 1e-2
     least: int = MEASURED
@@ -38,13 +42,13 @@ class AccumulationNotWidth:
         return found(
             self,
             Evidence(what="records per optimizer step", value=width * accumulate, unit="records", where="the run's settings"),
-            Evidence(what="softmax width", value=width, unit="candidates", where="provenance.json, width"),
+            Evidence(what="softmax width", value=width, unit="candidates", where="the run's provenance"),
             residual,
             cause=f"{accumulate} micro-batches of {width} are {accumulate} softmaxes with {width - 1} negatives per anchor.",
             action=f"--accumulate {accumulate} --accumulate-mode cached: one softmax of {width * accumulate}, at the memory of "
             f"{width}.",
             effect="The residual rises to that of the wide softmax; a step costs one more forward pass.",
-            verify="negatives_per_anchor in steps.jsonl.",
+            verify="reading residual/log10_mean of the new run.",
         )
 
     def _accumulated(self, view: View) -> int:

@@ -25,6 +25,10 @@ class Diverging:
     id: ClassVar[str] = "GS029"
     title: ClassVar[str] = "The loss diverges"
     severity: ClassVar[str] = "error"
+    elsewhere: ClassVar[str] = (
+        "Restart from the best checkpoint with a third of the learning rate, a warm-up of some hundred steps and gradients "
+        "clipped at norm 1."
+    )
     rise: float = 0.25
     least: int = 40
 

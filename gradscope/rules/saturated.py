@@ -6,6 +6,8 @@ elsewhere the share of logged steps whose loss is, which with accumulation is a 
 
 from __future__ import annotations
 
+import numpy as np
+
 from gradscope.rules import LOGGED
 from gradscope.run_view import PROBE, Evidence, Unmeasured, View, Window
 
@@ -18,7 +20,7 @@ def under_1e3(view: View, least: int) -> Window:
     if len(series.values):
         return series.recent(least)
     window = view.column("loss").recent(LOGGED)
-    return Window(values=(window.values < UNDER).astype(float), where=window.where)
+    return Window(values=(np.abs(window.values) < UNDER).astype(float), where=window.where)
 
 
 def share_evidence(view: View, window: Window) -> Evidence:
