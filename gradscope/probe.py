@@ -13,7 +13,9 @@ What happens on a probed step, in order:
 Everything is undone by ``detach`` (the end of the ``with`` block). Weights are bit-identical with and without it.
 
 How it can mislead: the loss is computed again from the embeddings, in fp32 and as InfoNCE, and as HN beside it; quantity ``hooks`` says
-how well the gradient of the loop's own loss agrees. The measured softmax is that of the first micro-batch of a step.
+how well the gradient of the loop's own loss agrees. The measured softmax is that of the first micro-batch of a step. A further loss
+that reaches the parameters past the embeddings (a captioning head, a penalty on weights) is in the gradient over the parameters, and
+no agreement at the embeddings shows it.
 """
 
 from __future__ import annotations

@@ -131,6 +131,9 @@ def test_a_gather_without_gradient_halves_the_step_and_that_is_seen(ranks: Any) 
         assert found["loss", "infonce", "trained"] == pytest.approx(expected["loss", "infonce", "trained"], rel=1e-6)
         assert found["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-6)
         assert found["hooks", "infonce", "factor"] == pytest.approx(1.0, rel=1e-5)
+        key = ("gradient", "infonce", "norm.text")
+        assert found[key] == pytest.approx(expected[key], rel=1e-5)
+        assert found["accumulation", "total", "norm"] < 0.9 * expected["accumulation", "total", "norm"]
 
 
 def test_local_rows_without_gradient_are_another_loss(ranks: Any) -> None:

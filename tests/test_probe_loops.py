@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from open_clip.loss import ClipLoss, SigLipLoss
 from test_probe import Towers, batch, hooks_of, info_nce, norm, sgd, true_gradient
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -339,8 +340,6 @@ def accumulated_without_gradient_of_its_own(model: Towers, probe: Probe | None) 
 
 @loop()
 def siglip(model: Towers, probe: Probe | None) -> None:
-    from open_clip.loss import SigLipLoss
-
     loss, optimizer = SigLipLoss(), sgd(model)
     bias = torch.tensor(-3.0)
     for step in range(STEPS):
@@ -843,6 +842,17 @@ def test_a_module_compiled_in_place_is_named_with_a_way_out(capsys: pytest.Captu
         info_nce(image, text, scale).backward()
         sgd(model).step()
     assert probe.last["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-9)
+
+
+def test_a_loss_module_is_seen_though_the_model_was_compiled_in_place() -> None:
+    torch._dynamo.reset()
+    model, loss = Towers(), ClipLoss()
+    exact = norm(true_gradient(model))
+    model.compile(backend="aot_eager")
+    with Probe(model, loss=loss, probe_set="full", every=1) as probe:
+        loss(*model(*batch(0))).backward()
+        sgd(model).step()
+    assert probe.last["gradient", "infonce", "norm"] == pytest.approx(exact, rel=1e-5)
 
 
 def wrapped_for_checkpointing() -> nn.Module:
