@@ -832,6 +832,7 @@ def test_the_command_writes_both_files_and_refuses_in_one_sentence(scenes_folder
     lines = (tmp_path / "z.csv").read_text().splitlines()
     assert lines[0].startswith("name,tower,entries,frozen,unused,structural")
     assert len(lines) == 1 + len(stored["tensors"])
+    assert set(lines[0].split(",")) >= {"of_structural_key_bias", "of_dtype_underflow_comes_back", "contradicted", "non_finite"}
     for words, says in [
         (("--precision", "int8"), "choose fp32, bf16, fp16"),
         (("--gamma", "0.3"), "--gamma belongs to --objective hn"),

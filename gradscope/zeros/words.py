@@ -117,8 +117,11 @@ def rows(accounting: Accounting) -> list[dict[str, Any]]:
             "tower": t.group,
             "entries": t.tally.entries,
             **t.tally.zeros,
+            "of_structural_key_bias": t.tally.key_bias,
+            "of_dtype_underflow_comes_back": t.tally.comes_back,
             **t.tally.invisible,
             "non_finite": t.tally.non_finite,
+            "contradicted": t.tally.contradicted,
         }
         for t in accounting.tensors
     ]
