@@ -34,6 +34,7 @@ from gradscope.metrics.zero_causes import (
 )
 from gradscope.objectives.scores import plain_rows, residual_rows
 from gradscope.recipe import Data, resolve
+from gradscope.runlog import Run
 from gradscope.train import train
 from gradscope.zeros import Accounting, Tally, account
 from gradscope.zeros.counterfactual import Pass, measure, reference
@@ -816,6 +817,24 @@ def test_a_run_brings_what_it_trains_with(scenes_folder, small_encoder, tmp_path
     assert alone.accounting.total("scale").zeros["unused"] == 1  # the token term's own scale
     with pytest.raises(ValueError, match="has 160 usable records; lower --width"):
         account_encoder(str(small_encoder), objective=None, **{**common, "width": 161})
+
+
+def test_a_half_precision_run_brings_its_precision_and_loss_scale(scenes_folder, small_encoder, tmp_path) -> None:
+    settings = {
+        "data.name": str(scenes_folder), "encoder.name": str(small_encoder), "train.device": "cpu", "train.batch_size": 8,
+        "train.max_steps": 2, "train.precision": "fp16",
+    }  # fmt: skip
+    train(resolve({}, settings), tmp_path / "run", quiet=True)
+    scale = Run(tmp_path / "run").steps["loss_scale"].iloc[-1]
+    common = {"data": Data(name=str(scenes_folder)), "split": "train", "width": 4, "objective": None, "seed": 1, "device": "cpu"}
+    for name, precision, loss_scale, want in [
+        (tmp_path / "run", None, None, ("fp16", scale)),
+        (tmp_path / "run", "fp32", None, ("fp32", 1.0)),
+        (tmp_path / "run", None, 2.0, ("fp16", 2.0)),
+        (small_encoder, None, None, ("fp32", 1.0)),
+    ]:
+        found = account_encoder(str(name), precision=precision, loss_scale=loss_scale, **common)
+        assert (found.precision, found.accounting.loss_scale) == want
 
 
 def test_the_command_writes_both_files_and_refuses_in_one_sentence(scenes_folder, small_encoder, tmp_path) -> None:

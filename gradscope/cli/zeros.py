@@ -62,10 +62,17 @@ def zeros(
     decode: Decode = "fast",
     on_too_long: OnTooLong = "truncate",
     width: Annotated[int, typer.Option(help="Candidates in the softmax: records of the batch.", min=2)] = 16,
-    precision: Annotated[str, typer.Option(help="Of the towers: fp32, bf16 or fp16.")] = "fp32",
+    precision: Annotated[
+        str | None, typer.Option(help="Of the towers: fp32, bf16 or fp16.", show_default="the run's own, otherwise fp32")
+    ] = None,
     objective: Annotated[str | None, typer.Option(help="infonce or hn.", show_default="the run's own, otherwise infonce")] = None,
     gamma: Annotated[float | None, typer.Option(help="Of --objective hn.", show_default="0.5")] = None,
-    loss_scale: Annotated[float, typer.Option(help="The loss is multiplied by it before backward, as GradScaler does.")] = 1.0,
+    loss_scale: Annotated[
+        float | None,
+        typer.Option(
+            help="The loss is multiplied by it before backward, as GradScaler does.", show_default="in fp16 the run's, otherwise 1"
+        ),
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="Of a run: last or best (on validation).")] = "last",
     seed: Annotated[int, typer.Option(help="Of the choice of the batch.")] = 42,
     output: Annotated[

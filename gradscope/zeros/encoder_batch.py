@@ -1,8 +1,8 @@
 """Zero accounting of an encoder, or of a run as it stands, on one batch of a data set.
 
-A run brings what it trains with: its frozen parameters, its objective (unless another is named), its token term and the state of its
-optimizer. Any other encoder, a checkpoint's folder included, is read as if fine-tuning were about to start: everything trains, and no
-second moment exists yet.
+A run brings what it trains with: its frozen parameters, its precision and objective (unless others are named), its token term, its
+loss scale and the state of its optimizer. Any other encoder, a checkpoint's folder included, is read as if fine-tuning were about to
+start: in fp32, everything trains, and no second moment exists yet.
 The towers are in training mode, as they are when a gradient is taken.
 
 How it can mislead: one batch, the first of a shuffle; structural zeros shrink with the number of captions a step sees.
@@ -67,6 +67,8 @@ class _Standing:
     encoder: DualEncoder
     framework: Clip
     optimizer: Optimizer
+    precision: str
+    loss_scale: float
 
 
 def account_encoder(
@@ -75,9 +77,9 @@ def account_encoder(
     data: Data,
     split: str,
     width: int,
-    precision: str,
+    precision: str | None,
     objective: Mapping[str, Any] | None,
-    loss_scale: float,
+    loss_scale: float | None,
     seed: int,
     device: str,
     which: str = "last",
@@ -87,8 +89,9 @@ def account_encoder(
 
     Args:
         name: a run, or whatever ``load_encoder`` takes.
+        precision: fp32, bf16 or fp16; None for the run's own, fp32 where there is none.
         objective: {"name": ..., "gamma": ...}; None for the run's own, InfoNCE where there is none.
-        loss_scale: of mixed precision, > 0.
+        loss_scale: of mixed precision, > 0; None for the run's, as it stands, in fp16, and 1 everywhere else.
         which: of a run: its last or best checkpoint.
 
     Raises:
@@ -96,12 +99,13 @@ def account_encoder(
     """
     _check(precision, loss_scale, which)
     standing = _standing(name, objective, which, resolve_device(device), trust_archive)
+    precision = precision or standing.precision
     split, batch = _one_batch(standing, data, split, width, seed)
     found = account(
         standing.encoder.train(),
         _closure(standing.framework, batch, _margin_text(standing, batch)),
         dtype=DTYPES[precision],
-        loss_scale=loss_scale,
+        loss_scale=loss_scale or (standing.loss_scale if precision == "fp16" else 1.0),
         structural=standing.encoder.structural_rows(batch.texts["full"]),
         optimizer=standing.optimizer,
         group=tower_of,
@@ -117,10 +121,10 @@ def tower_of(name: str) -> str:
     return next(iter(parts_of([name])))
 
 
-def _check(precision: str, loss_scale: float, which: str) -> None:
-    if precision not in DTYPES:
+def _check(precision: str | None, loss_scale: float | None, which: str) -> None:
+    if precision not in (None, *DTYPES):
         raise ValueError(f"--precision '{precision}' is unknown; choose {', '.join(DTYPES)}")
-    if not 0 < loss_scale < float("inf"):
+    if loss_scale is not None and not 0 < loss_scale < float("inf"):
         raise ValueError(f"--loss-scale must be a positive number, got {loss_scale:g}; GradScaler starts at 65536")
     if which == "both":
         raise ValueError("--checkpoint both would be two batches of numbers; choose last or best")
@@ -142,10 +146,19 @@ def _standing(name: str, objective: Mapping[str, Any] | None, which: str, place:
     if trained.encoder.freeze:
         freeze(encoder, trained.encoder.freeze)
     optimizer = make_optimizer(encoder, trained.train)
+    scaler = torch.amp.GradScaler(place.type, enabled=trained.train.precision == "fp16")
     if is_run(name):
         folder = Path(chosen.load) if Path(chosen.load) != Path(name) else Run(name).checkpoints()[-1]
-        checkpoint.load(folder, encoder, optimizer, torch.amp.GradScaler(place.type, enabled=False))
-    return _Standing(name=chosen.name, recipe=recipe, encoder=encoder, framework=make_framework(recipe), optimizer=optimizer)
+        checkpoint.load(folder, encoder, optimizer, scaler)
+    return _Standing(
+        name=chosen.name,
+        recipe=recipe,
+        encoder=encoder,
+        framework=make_framework(recipe),
+        optimizer=optimizer,
+        precision=trained.train.precision,
+        loss_scale=scaler.get_scale(),
+    )
 
 
 def _one_batch(standing: _Standing, data: Data, split: str, width: int, seed: int) -> tuple[str, Batch]:
