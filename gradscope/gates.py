@@ -2,7 +2,7 @@
 
 The numbers are those of the verdict: over the measured batches of the last epoch, or with ``over="all"`` of the whole run, of the
 trained objective unless another term is named. A gate passes where its value keeps the limit, the limit itself included; a value that
-was not measured, or is not a number, can neither pass nor fail.
+was not measured, or of which a part is not finite, can neither pass nor fail.
 
 How it can mislead: a share belongs to a width; a limit that was set at width 16 says nothing at 128.
 This file never imports torch.
@@ -116,7 +116,7 @@ GATES = {
             definition="logged training loss, median over steps",
             unit="nat",
             largest=True,
-            series=lambda view, term: [view.column("loss")],
+            series=lambda view, term: [view.logged_loss()],
             summary=Window.median,
         ),
         Gate(
@@ -168,6 +168,8 @@ def _outcome(gate: Gate, view: View, limit: float, over: str, term: str) -> Outc
         windows = [series.whole() if whole else series.last_epoch() for series in there]
         mean = sum(gate.summary(window) for window in windows) / len(windows)
         value, detail = 10**mean if gate.log10 else mean, "; ".join(window.where for window in windows)
+        if left_out := sum(window.left_out for window in windows):
+            value, detail = None, f"{left_out} values are not finite: {detail}"
     except Unmeasured as reason:
         detail = str(reason)
     if value is not None and math.isfinite(value):
@@ -192,7 +194,7 @@ def findings_outcome(diagnosis: Diagnosis, severity: str) -> Outcome:
         state=("failed" if counted else "passed") if looked else "unevaluated",
         value=float(len(counted)),
         limit=severity,
-        unit="findings",
+        unit="finding" if len(counted) == 1 else "findings",
         detail=words,
     )
 

@@ -56,6 +56,7 @@ class Window:
 
     values: np.ndarray
     where: str
+    left_out: int = 0  # values of the window that are not finite
 
     def mean(self) -> float:
         return float(self.values.mean())
@@ -109,7 +110,8 @@ class Series:
             raise Unmeasured(f"{self.name} is not in the log" + (f"; {self.missing}" if self.missing else ""))
         if len(values) < max(least, 1):
             raise Unmeasured(f"{self.name} has {len(values)} {self.unit}, at least {max(least, 1)} are needed")
-        return Window(values=values, where=f"{self.name}, {words} ({len(values)} {self.unit})")
+        where = f"{self.name}, {words} ({len(values)} {self.unit})"
+        return Window(values=values, where=where, left_out=int(chosen.sum()) - len(values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,11 @@ class View:
         """One column of the steps. A null (a step without the number) is nan."""
         chosen = self.steps if name in self.steps else None
         return self._series(f"column {name}", "steps", "", chosen, name)
+
+    def logged_loss(self) -> Series:
+        """The training loss as it was logged. In a loop that is not ours a step row may lack it, which a frame cannot tell from nan:
+        there it is the reading."""
+        return self.reading("loss", "trained", self.term) if "loop" in self.facts else self.column("loss")
 
     def skipped(self) -> Series:
         """0/1 for every step between the first and the last that was logged. In a loop that is not ours only probed and skipped steps

@@ -63,7 +63,7 @@ class Panel:
     def _look(self) -> None:
         """Runs the rules again, unless that would take more than a hundredth of the time."""
         now, self.looking = time.monotonic(), 0.0
-        if now < self._next_look or not self.following.terms():
+        if now < self._next_look or not self.following.steps():
             return
         from gradscope.diagnose import diagnose
         from gradscope.run_view import view_run

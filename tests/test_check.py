@@ -124,6 +124,23 @@ def test_a_number_that_is_not_finite_cannot_pass(tmp_path: Path) -> None:
     assert run(app, ["check", str(path), "--max-saturated-rows", "1"]).exit_code == 2
 
 
+def test_a_run_that_ends_in_nan_does_not_pass_by_its_finite_part(tmp_path: Path) -> None:
+    """Half of the last epoch's losses are nan: the median of the other half is no answer."""
+    path = hand_run(tmp_path / "run", columns={"loss": lambda step: float("nan") if step > 30 else 0.4})
+    done = run(app, ["check", str(path), "--max-loss", "1", "--json", str(tmp_path / "gates.json")])
+    assert done.exit_code == 2
+    gate = json.loads((tmp_path / "gates.json").read_text())["gates"][0]
+    assert (gate["state"], gate["value"]) == ("unevaluated", None)
+    assert gate["detail"].startswith("10 values are not finite")
+
+
+def test_steps_of_other_loops_that_were_not_probed_are_no_nan(tmp_path: Path) -> None:
+    """A loop that is not ours logs a skipped step without its loss."""
+    facts = {"loop": "not gradscope's"}
+    path = hand_run(tmp_path / "run", columns={"loss": lambda step: None if step % 2 else 0.4}, facts=facts)
+    assert run(app, ["check", str(path), "--max-loss", "1"]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

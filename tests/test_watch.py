@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hand_run import hand_run
 from rich.console import Console
 from test_sinks import create, eval_row, reading, step_row
 
@@ -311,3 +312,11 @@ def test_a_view_that_fails_ends_no_training(run: Path, monkeypatch: pytest.Monke
         for step in range(3):
             show(step, {})
     assert drawn.file.getvalue().count("the live view failed, training goes on: ValueError") == 1
+
+
+def test_a_run_without_the_probe_has_findings_too(tmp_path: Path) -> None:
+    """Its losses alone tell that it diverged."""
+    path = hand_run(
+        tmp_path / "run", probed=False, recipe={"probe.log_grads": False}, columns={"loss": lambda step: 0.4 if step < 25 else 2.5}
+    )
+    assert "GS029" in text_of(path)

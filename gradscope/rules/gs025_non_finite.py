@@ -33,8 +33,7 @@ class NonFinite:
     least: int = 1
 
     def __call__(self, view: View) -> Finding | None:
-        # In a loop that is not ours a step row may lack a number that was never formed, which a frame cannot tell from nan.
-        columns = () if "loop" in view.facts else COLUMNS
+        columns = () if "loop" in view.facts else COLUMNS  # as for View.logged_loss
         series = [view.column(name) for name in columns]
         series += [view.reading("loss", "trained", view.term), view.reading("scale", "value"), *_recalls(view)]
         if not any(s.values.size for s in series):
