@@ -133,7 +133,8 @@ def _show(found: ZeroBatch, as_json: bool) -> None:
     accounting = found.accounting
     scale = f", loss scale {accounting.loss_scale:g}" if accounting.loss_scale != 1 else ""
     out.print(
-        f"{found.encoder} on {found.data} {found.split}: one batch of {found.width}, {found.objective}, loss {accounting.loss:.3g}"
+        f"{found.encoder} on {found.data} {found.split}: one batch of {found.width}, {found.objective}, loss {accounting.loss:.3g}",
+        soft_wrap=True,
     )
     out.print(_exact(found, f"Exactly zero, {found.precision}{scale}: disjoint, first match wins"))
     out.print(_invisible(found, "Non-zero but invisible: an entry may be in several rows"))
