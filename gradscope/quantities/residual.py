@@ -35,16 +35,29 @@ class Residual:
     tier: ClassVar[str] = "loss"
 
     def __call__(self, step: Step) -> list[Reading]:
-        captions = step.embeddings.text @ step.embeddings.text.T  # [N, N]
         readings = []
+        hardest = self._hardest(step)
         for head in step.heads.values():
             readings += [self._reading(head, f"uniform_top{k}", _uniform(head.scores, k), "share") for k in self.top]
-            cosines = per_direction(head.scores.cosine, head.directions)
             for direction, logits in per_direction(head.scores.logits, head.directions).items():
-                readings += self._direction(head, direction, logits, {"caption": captions, "logit": cosines[direction]})
+                readings += self._direction(head, direction, logits, hardest[direction])
         return readings
 
-    def _direction(self, head: Head, direction: str, logits: Tensor, hardness: dict[str, Tensor]) -> list[Reading]:
+    def _hardest(self, step: Step) -> dict[str, dict[str, Tensor]]:
+        """direction -> ranking -> the K hardest negatives [N, K], hardest first; the same for every objective.
+
+        The anchor itself is -inf, so last; so are captions excluded as its duplicates, with a share of 0.
+        """
+        scores = next(iter(step.heads.values())).scores
+        count = min(max(self.top), max(scores.cosine.shape[1] - 1, 1))
+
+        def hardest(matrix: Tensor) -> Tensor:
+            return negatives(matrix, scores.excluded).topk(count, dim=1).indices
+
+        captions = hardest(step.embeddings.text @ step.embeddings.text.T)
+        return {name: {"caption": captions, "logit": hardest(matrix)} for name, matrix in per_direction(scores.cosine).items()}
+
+    def _direction(self, head: Head, direction: str, logits: Tensor, hardest: dict[str, Tensor]) -> list[Reading]:
         x = log_odds(logits)
         r = torch.sigmoid(x)  # [N]
         shares = negative_log_shares(logits)  # [N, N]
@@ -55,12 +68,10 @@ class Residual:
             "log10_mean": (torch.logsumexp(F.logsigmoid(x), 0) - math.log(len(x))) / math.log(10.0),
         }
         readings = [self._reading(head, f"{key}.{direction}", value, "probability") for key, value in values.items()]
-        for ranking, matrix in hardness.items():
-            # The anchor itself is -inf, so last; so are captions excluded as its duplicates, with a share of 0.
-            order = negatives(matrix, head.scores.excluded).argsort(dim=1, descending=True)
-            ranked = shares.exp().gather(1, order)
+        for ranking, chosen in hardest.items():
+            ranked = shares.gather(1, chosen).exp()
             for k in self.top:
-                share = ranked[:, : min(k, ranked.shape[1] - 1)].sum(dim=1)
+                share = ranked[:, :k].sum(dim=1)
                 name = f"top{k}_by_{ranking}.{direction}"
                 readings.append(self._reading(head, f"share_{name}", share.mean(), "share"))
                 readings.append(self._reading(head, f"mass_{name}", (share * r).mean(), "probability"))
