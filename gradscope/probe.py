@@ -3,7 +3,7 @@
     with gradscope.Probe(model, output="runs/mine"):
         ...                                     # the loop as it is: any trainer, any precision, any two towers
 
-It finds the two matrices of embeddings in what the model returns or the loss is given (``gradscope.found``), the scale, the
+It finds the two matrices of embeddings in what the model returns or the loss is given (``gradscope.attach.found``), the scale, the
 parameters, and the optimizer that updates them; or it is told: ``loss=``, ``optimizer=``, ``scaler=``, and ``probe.watch(...)``.
 
 What happens on a probed step, in order:
@@ -32,21 +32,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradscope import distributed, found
+from gradscope import distributed
+from gradscope.attach import found
+from gradscope.attach.embedding_source import EmbeddingSource, passive
+from gradscope.attach.found import Found
+from gradscope.attach.local_norm import LocalNorm
+from gradscope.attach.optimizer_watch import OptimizerWatch
+from gradscope.attach.probe_log import ProbeLog
+from gradscope.attach.wrapping import replace_method
 from gradscope.cadence import percent, share
 from gradscope.console import console
-from gradscope.embedding_source import EmbeddingSource, passive
 from gradscope.encoders.reach import reachable_rows
-from gradscope.found import Found
-from gradscope.local_norm import LocalNorm
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
-from gradscope.optimizer_watch import OptimizerWatch
-from gradscope.probe_log import ProbeLog
 from gradscope.quantities import quantity_set
 from gradscope.step_reader import Observed, StepReader
 from gradscope.types import DIRECTIONS, Embeddings, Reading
-from gradscope.wrapping import replace_method
 
 #: Below this cosine between the gradient at the embeddings and the objective's own, something else is trained.
 AGREES = 0.99

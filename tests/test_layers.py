@@ -27,16 +27,12 @@ LAYERS = {
         "geometry_file",
         "protocol",
         "distributed",
-        "wrapping",
     ],
     1: ["objectives", "metrics", "data", "sinks"],
     2: ["quantities", "encoders", "frameworks", "recipe", "cadence"],
     3: [
         "step_reader",
-        "found",
-        "embedding_source",
-        "local_norm",
-        "optimizer_watch",
+        "attach",
         "optim",
         "checkpoint",
         "cached",
@@ -46,7 +42,6 @@ LAYERS = {
     4: [
         "train",
         "probe",
-        "probe_log",
         "train_display",
         "evaluate",
         "evaluation_file",
@@ -187,8 +182,8 @@ def test_only_the_probe_and_the_encoders_register_hooks():
     assert users == {
         "gradscope.step_reader",
         "gradscope.probe",
-        "gradscope.local_norm",
-        "gradscope.embedding_source",
+        "gradscope.attach.local_norm",
+        "gradscope.attach.embedding_source",
         "gradscope.encoders.tokens",
         "gradscope.zeros.widened",  # those of the user's own parameters, on a copy
     }

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import ModelOutput
 
 import gradscope
-from gradscope.local_norm import LocalNorm
+from gradscope.attach.local_norm import LocalNorm
 from gradscope.probe import Probe
 from gradscope.runlog import Run
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscope import found
-from gradscope.found import Found
-from gradscope.wrapping import Hook, replace_method
+from gradscope.attach import found
+from gradscope.attach.found import Found
+from gradscope.attach.wrapping import Hook, replace_method
 
 #: How far inside the model embeddings are looked for.
 DEPTH = 2
