@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradscope.metrics.loss_path import PRECISIONS, PairLoss, compared, exact_pass, flushes_denormals, one_pass
+from gradscope.paired_rows import seeded
 from gradscope.registry import unknown_name
 
 if TYPE_CHECKING:
@@ -111,9 +112,15 @@ def positive_sweep(
     seed: int = 0,
     advance: Advance | None = None,
 ) -> DataFrame:
-    """``audit`` on made-up pairs, at each positive cosine; the column ``positive_cosine`` says which. Equal seeds give equal noise."""
+    """``audit`` on made-up pairs, at each positive cosine; the column ``positive_cosine`` says which. Equal seeds give equal noise.
+
+    Raises:
+        ValueError: a cosine twice, or one that ``made_pairs`` refuses; an impossible setting.
+    """
     import pandas as pd
 
+    if len(set(cosines)) < len(cosines):
+        raise ValueError("a positive cosine is given twice; name each once.")
     frames = []
     for done, cosine in enumerate(cosines, 1):
         image, text = made_pairs(cosine, pairs=width * batches, dim=dim, seed=seed)
@@ -132,7 +139,7 @@ def made_pairs(cosine: float, *, pairs: int, dim: int, seed: int) -> tuple[Tenso
     """
     if not -1 <= cosine <= 1 or dim < 2:
         raise ValueError(f"made-up pairs need a cosine within -1 and 1 and at least 2 dimensions; got {cosine} and {dim}.")
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     text, noise = torch.randn(2, pairs, dim, generator=generator, dtype=torch.float64)
     text = F.normalize(text, dim=1)
     aside = F.normalize(noise - (noise * text).sum(dim=1, keepdim=True) * text, dim=1)
@@ -175,15 +182,15 @@ LOSSES = (
     ),
     Loss(
         words="a wrong gradient",
-        holds=lambda r: r["zero_share"] < 1 and r["gradient_error"] >= SHARE,
+        holds=lambda r: r["zero_share"] < 1 and SHARE <= r["gradient_error"] < math.inf,
         size=lambda r: f"off by {percent(r['gradient_error'])}",
     ),
     Loss(words="rounded logits", holds=lambda r: r["logit_rounding"] >= ROUNDING, size=lambda r: f"by up to {r['logit_rounding']:.2f}"),
     Loss(words="a printed loss of 0", holds=lambda r: r["loss"] == 0 and math.isfinite(r["true_loss_log10"])),
 )
 CAPTION = (
-    f"off: |g - g64| / |g64| at the embeddings, called wrong from {SHARE:.0%} on. no pull: the positive's gradient is exactly 0, the "
-    f"negatives' is not. logits off: largest rounding, counted from {ROUNDING} on."
+    f"off: |g - g64| / |g64| at the embeddings, called wrong from {100 * SHARE:.0f} % on. no pull: the positive's gradient is exactly "
+    f"0, the negatives' is not. logits off: largest rounding, counted from {ROUNDING} on."
 )
 
 
@@ -236,18 +243,22 @@ def _onsets(rows: DataFrame) -> str:
 
 def table(summary: DataFrame, title: str) -> Table:
     """The medians as a table: one line per objective, condition and setting."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    drawn = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")
+    drawn = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left", box=SIMPLE_HEAD, padding=0)
     several, swept = summary["objective"].nunique() > 1, "positive_cosine" in summary
     keys = [*(["objective"] if several else []), *(["cosine"] if swept else []), "setting"]
-    for head in (*keys, "true loss", "printed", "norm", "zeros", "no pull", "off", "logits off"):
-        drawn.add_column(head, justify="left" if head in keys else "right", no_wrap=head in keys)
+    for head in keys:
+        drawn.add_column(head, no_wrap=head != "objective", min_width=len(head))
+    for head in ("true\nloss", "printed", "norm", "zeros", "no\npull", "off", "logits\noff"):
+        drawn.add_column(head, justify="right", no_wrap=True)
     for (_, *condition), part in summary.groupby(["objective", *(["positive_cosine"] if swept else [])], sort=False):
         drawn.add_section()
-        for _, row in part.iterrows():
+        for number, (_, row) in enumerate(part.iterrows()):
             cells = [row["objective"]] if several else []
-            cells += [f"{value:.2f}" for value in condition]
+            cells += [f"{value:g}" for value in condition]
+            cells = ["" if number else cell for cell in cells]  # named once
             cells += [row["setting"], ten_to(row["true_loss_log10"]), f"{row['loss']:.1e}", f"{row['gradient_norm']:.1e}"]
             cells += [*(percent(row[key]) for key in ("zero_share", "pull_lost", "gradient_error")), f"{row['logit_rounding']:.1g}"]
             drawn.add_row(*cells)

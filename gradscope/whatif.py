@@ -45,6 +45,8 @@ MARGINS = ("live", "fixed", "centred")
 LOG10_SATURATED = -3
 ROW_SATURATED = 1e-3
 WIDEST_BY_DEFAULT = 1024
+#: Pairs that the batches of one width hold together by default: what keeps 1,024 x 1,024 cells to seconds per objective.
+MOST_PAIRS = 8192
 #: What tells two cells of the grid apart.
 CELL = ("objective", "precision", "loss_scale", "scale", "width")
 _MEANS = ("residual", "residual_median", "rows_below_1e-3", "violated", "effective_rows")
@@ -110,6 +112,8 @@ def _arms_of(name: str, settings: dict[str, Sequence[Any]]) -> Iterator[Arm]:
 class Grid:
     """What is varied beside the scale. ``widths`` empty: powers of two from 8 up to 1,024 or the number of pairs.
 
+    ``batches``: at most so many per width; None takes 32, or as many as ``MOST_PAIRS`` pairs fill where that is fewer.
+
     ``order``, of the scale and the product, is one of ``gradscope.metrics.loss_path.ORDERS``; it matters in fp16, for infonce and hn.
     """
 
@@ -118,11 +122,14 @@ class Grid:
     precisions: tuple[str, ...] = ("fp32",)
     loss_scales: tuple[float, ...] = (1.0,)
     order: str = "scale last"
-    batches: int = 32
+    batches: int | None = None
     seed: int = 0
 
     def widths_for(self, pairs: int) -> tuple[int, ...]:
-        return self.widths or tuple(2**k for k in range(3, 11) if 2**k <= min(pairs, WIDEST_BY_DEFAULT))
+        return self.widths or tuple(2**k for k in range(3, 11) if 2**k <= min(pairs, WIDEST_BY_DEFAULT)) or (pairs,)
+
+    def batches_for(self, width: int) -> int:
+        return max(1, min(32, MOST_PAIRS // width)) if self.batches is None else self.batches
 
 
 def what_if(
@@ -164,7 +171,7 @@ def each_batch(
     grid = grid or Grid()
     scales = (float(scale),) if isinstance(scale, int | float) else tuple(float(s) for s in scale)
     _check(image, text, scales, grid)
-    plan = [(width, draw_batches(len(image), width, grid.batches, grid.seed)) for width in grid.widths_for(len(image))]
+    plan = [(width, draw_batches(len(image), width, grid.batches_for(width), grid.seed)) for width in grid.widths_for(len(image))]
     total = len(scales) * len(grid.arms) * sum(len(batches) for _, batches in plan)
     rows: list[dict[str, Any]] = []
     done = 0
@@ -244,18 +251,27 @@ def _rows(made: Pass, objective: Objective) -> dict[str, Tensor]:
 
 def _check(image: Tensor, text: Tensor, scales: Sequence[float], grid: Grid) -> None:
     if image.ndim != 2 or image.shape != text.shape or len(image) < 2:
-        raise ValueError(f"what-if needs N pairs of rows, N at least 2: two [N, D]; got {list(image.shape)} and {list(text.shape)}.")
+        shapes = f"{list(image.shape)} and {list(text.shape)}"
+        raise ValueError(f"what-if needs two or more pairs, as two matrices [N, D] of one shape; got {shapes}.")
     off = max(float((rows.norm(dim=1) - 1).abs().max()) for rows in (image, text))
     if not off < 1e-2:
         raise ValueError(f"rows must be finite and of length 1; some are off by {off:.3g}. Normalise them, and leave out nan.")
+    check_grid(scales, grid)
+
+
+def check_grid(scales: Sequence[float], grid: Grid) -> None:
+    """What can be refused before any row is there. Raises ValueError for an empty grid or a setting that is not allowed."""
     _check_numbers("scale", scales, 0.0, above=True)
     _check_numbers("loss scale", grid.loss_scales, 0.0, above=True)
-    _check_numbers("width", grid.widths_for(len(image)), 2)
+    if grid.widths:
+        _check_numbers("width", grid.widths, 2)
     for precision in grid.precisions:
         if precision not in PRECISIONS:
             raise ValueError(unknown_name("precision", precision, list(PRECISIONS)))
-    if not (grid.arms and grid.precisions) or grid.batches < 1:
+    if not (grid.arms and grid.precisions) or (grid.batches is not None and grid.batches < 1):
         raise ValueError("the grid is empty; give at least one objective, precision and batch.")
+    for arm in grid.arms:
+        pair_loss(arm.objective, order=grid.order)
 
 
 def _check_numbers(name: str, numbers: Sequence[float], least: float, *, above: bool = False) -> None:
@@ -263,6 +279,7 @@ def _check_numbers(name: str, numbers: Sequence[float], least: float, *, above: 
         raise ValueError(f"no {name} is given; give at least one.")
     for number in numbers:
         if not least <= number < float("inf") or (above and number == least):
-            raise ValueError(f"a {name} must be a finite number, {least:g} or more{' but not 0' if above else ''}; got {number:g}.")
+            allowed = f"above {least:g}" if above else f"{least:g} or more"
+            raise ValueError(f"a {name} must be a finite number, {allowed}; got {number:g}.")
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"a {name} is given twice; name each once.")

@@ -103,9 +103,10 @@ def _clauses(arm: DataFrame) -> list[str]:
         said.append(f"stops teaching {_where(arm, stopped)}")
     elif not lost:
         said.append("stops nowhere in the grid")
+    overflows = arm["overflow"] * arm["batches"] > arm["non_finite"]  # where the loss itself is lost, no loss scale is to blame
     further = {
         "would teach, but half of its gradient or more is exactly 0": (arm["zero_share"] >= ZEROED) & ~stopped,
-        "its gradient overflows in some batches (a gradient scaler would skip them and halve the loss scale)": arm["overflow"] > 0,
+        "its gradient overflows in some batches (a gradient scaler would skip them and halve the loss scale)": overflows,
         "in nearly every row a negative is above the positive (active, which is not yet learning)": arm["violated"] >= VIOLATED,
     }
     return said + [f"{words} {_where(arm, cells)}" for words, cells in further.items() if cells.any()]

@@ -81,6 +81,18 @@ def test_effective_rank_against_the_singular_values(shape: tuple[int, int], cent
     assert found <= min(shape) - (centred and shape[0] <= shape[1]) + 1e-9
 
 
+def test_effective_ranks_of_several_clouds_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, calls = torch.linalg.eigvalsh, []
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda matrix: calls.append(matrix.shape) or library(matrix))
+    clouds = [cloud(9, 5), cloud(9, 5, 3.0)]
+    found = measure.effective_ranks(clouds)
+    assert calls == [(4, 5, 5)]
+    one = [[float(measure.effective_rank(rows, centred=centred)) for centred in (False, True)] for rows in clouds]
+    assert found.numpy() == pytest.approx(np.array(one))
+    clouds[0][2] = math.nan
+    assert measure.effective_ranks(clouds).isnan().tolist() == [[True, True], [False, False]]
+
+
 def test_effective_rank_of_what_is_known() -> None:
     assert float(measure.effective_rank(torch.eye(9))) == pytest.approx(9)
     assert float(measure.effective_rank(torch.eye(9), centred=True)) == pytest.approx(8)
@@ -284,7 +296,12 @@ def test_the_command_prints_what_the_function_finds(tmp_path: Path) -> None:
     table = CliRunner().invoke(app, ["embedding-geometry", *files, "--k", "4", "--device", "cpu"], env={"COLUMNS": "160"})
     assert table.exit_code == 0, table.output
     values = found[0]["geometry"]
-    assert f"{values['uniformity.image']:.3f} | {values['uniformity.text']:.3f}" in table.stdout
+    assert all(f"{values[f'uniformity.{tower}']:.3f}" in table.stdout for tower in ("image", "text"))
+    assert "hubs say nothing" not in table.stdout
+    narrow = CliRunner().invoke(app, ["embedding-geometry", *files, *files, "--k", "20", "--device", "cpu"], env={"COLUMNS": "80"})
+    assert f"{values['uniformity.image']:.3f}" in narrow.stdout
+    assert "…" not in narrow.stdout
+    assert "no more than 20 candidates on a side" in narrow.stdout
     assert "at most 8" in table.stdout
     assert "start" in table.stdout
     assert "end" in table.stdout

@@ -6,7 +6,7 @@ import json
 import math
 import secrets
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -213,6 +213,14 @@ def test_what_is_drawn_is_what_was_measured(sweep: pd.DataFrame) -> None:
     assert len(rows) == len(sweep)
     assert rows["x"].tolist() == pytest.approx((10 ** sweep["true_loss_log10"]).tolist())
     assert each.axes[0].get_xscale() == "log"
+    assert each.axes[3].get_ylim()[1] == pytest.approx(104)
+    spoiled = sweep.copy()
+    spoiled.loc[spoiled.index[:3], "gradient_norm"] = math.inf
+    spoiled.loc[spoiled.index[5], "gradient_error"] = 7.5
+    worse, _ = figures["precision-audit"](spoiled.drop(columns="positive_cosine"))
+    said = [text.get_text() for text in worse.legends[0].get_texts()]
+    assert sum(" (overflow in " in text for text in said) == spoiled["setting"].iloc[:3].nunique()
+    assert worse.axes[3].get_ylim()[1] > 750
     for wrong in (sweep.drop(columns="loss"), sweep.iloc[:0]):
         with pytest.raises(ValueError, match="no precision audit"):
             figures["precision-audit"](wrong)
@@ -235,6 +243,10 @@ def test_pairs_are_images_with_their_first_captions_and_batches_do_not_overlap()
     assert torch.equal(torch.cat(draw_batches(50, 4, 4, seed=7)), torch.cat(batches[:2]))
     with pytest.raises(ValueError, match="does not fit"):
         draw_batches(5, 8, 1, seed=0)
+    with pytest.raises(ValueError, match="needs two pairs or more"):
+        draw_batches(1, 8, 1, seed=0)
+    with pytest.raises(ValueError, match="some are off by 1;"):
+        paired_rows(replace(embedded, image=2 * image))
     with pytest.raises(ValueError, match="no pair"):
         paired_rows(
             Embedded(
@@ -297,6 +309,20 @@ def test_audit_of_made_up_pairs(cli) -> None:
     assert not list(Path().iterdir())
 
 
+def test_tables_fit_a_narrow_terminal() -> None:
+    from rich.console import Console
+
+    paths = {name: pair_loss(objective) for name, objective in (("infonce", InfoNCE()), ("hn 0.5", HN(gamma=0.5)))}
+    found = medians(positive_sweep(100.0, objectives=paths, width=4, batches=2, cosines=(0.345, 0.5)))
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        console.print(table(found, "made up"))
+    assert "…" not in captured.get()
+    assert all(f"{loss:.1e}" in captured.get() for loss in found["loss"])
+    assert len(max(captured.get().splitlines(), key=len).rstrip()) <= 80
+    assert captured.get().splitlines()[3].rstrip().endswith(" off")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -305,6 +331,10 @@ def test_audit_of_made_up_pairs(cli) -> None:
         (("--synthetic", "--data", "scenes"), "would be ignored"),
         (("--synthetic", "--cosines", "a"), "numbers by commas"),
         (("--synthetic", "--cosines", "2"), "within -1 and 1"),
+        (("--synthetic", "--cosines", "0.3,0.3"), "a positive cosine is given twice"),
+        (("--synthetic", "--gamma", "0.3"), "--gamma is a finite number for --objective hn"),
+        (("--synthetic", "--objective", "hn", "--gamma", "inf"), "--gamma is a finite number for --objective hn"),
+        (("--synthetic", "--seed", "99999999999999999999"), "a seed must fit 64 bits"),
         (("--synthetic", "--precision", "fp8"), "unknown precision"),
         (("--synthetic", "--objective", "siglip"), "unknown objective"),
         (("--synthetic", "--loss-form", "x"), "unknown loss form"),

@@ -180,7 +180,7 @@ def test_rows_that_cannot_be_read_are_refused() -> None:
     image[3, 2] = torch.nan
     with pytest.raises(ValueError, match="must be finite"):
         what_if(image, text, 10.0)
-    with pytest.raises(ValueError, match=r"two \[N, D\]; got \[50, 8\] and \[49, 8\]"):
+    with pytest.raises(ValueError, match=r"one shape; got \[50, 8\] and \[49, 8\]"):
         what_if(text, text[:49], 10.0)
 
 
@@ -190,16 +190,26 @@ def test_rows_that_cannot_be_read_are_refused() -> None:
         (10.0, {"widths": (64,)}, "a width of 64 does not fit 50 pairs"),
         (10.0, {"widths": (1,)}, "a width must be a finite number, 2 or more"),
         (10.0, {"widths": (8, 8)}, "a width is given twice"),
-        (0.0, {}, "a scale must be a finite number, 0 or more but not 0; got 0"),
+        (0.0, {}, "a scale must be a finite number, above 0; got 0"),
         ((), {}, "no scale is given"),
         (10.0, {"precisions": ("fp8",)}, "unknown precision 'fp8'"),
         (10.0, {"loss_scales": (-1.0,)}, "a loss scale must be a finite number"),
         (10.0, {"arms": ()}, "the grid is empty"),
+        (10.0, {"order": "scale first"}, "SigLIP has one only"),
+        (10.0, {"seed": 2**64}, "a seed must fit 64 bits"),
     ],
 )
 def test_a_grid_that_cannot_be_is_refused(scale: Any, grid: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         what_if(*rows(), scale, Grid(**grid))
+
+
+def test_few_pairs_are_one_width_and_wide_ones_are_few() -> None:
+    assert what_if(*rows(5), 10.0, Grid(arms=arms("infonce")))["width"].tolist() == [5]
+    assert [Grid().batches_for(width) for width in (8, 256, 1024, 20_000)] == [32, 32, 8, 1]
+    assert Grid(batches=64).batches_for(1024) == 64
+    with pytest.raises(ValueError, match="two or more pairs"):
+        what_if(*rows(1), 10.0)
 
 
 def table_of(cells: list[tuple[float, int, float]], **more: Any) -> pd.DataFrame:
@@ -234,6 +244,8 @@ def test_words_about_zeros_violations_floors_and_losses_that_are_not_finite() ->
     assert "no floor at 0" in sentences(table_of([(s, w, math.nan) for s, w, _ in cells]))[0]
     lost = sentences(table_of([(20.0, 8, math.nan), (100.0, 8, math.nan)], non_finite=4))
     assert lost == ["infonce: the loss is not finite in 8 of 8 batches."]
+    lost = sentences(table_of([(20.0, 8, math.nan), (100.0, 8, math.nan)], non_finite=4, overflow=1.0))
+    assert lost == ["infonce: the loss is not finite in 8 of 8 batches."]  # no loss scale is to blame
 
 
 def test_words_join_precisions_that_say_the_same() -> None:
@@ -333,6 +345,8 @@ def test_command_on_stored_embeddings_and_its_figures(stored: Path) -> None:
         (["--width", "8,many"], "--width takes whole numbers by commas, or all"),
         (["--width", "100"], "a width of 100 does not fit 39 pairs"),
         (["--scale", "-5"], "a scale must be a finite number"),
+        (["--width", ""], "--width takes whole numbers by commas, or all"),
+        (["--objective", ""], "the grid is empty"),
         (["--order", "middle"], "unknown value of --order 'middle'"),
         (["--precision", "fp61"], "unknown precision 'fp61'"),
         (["--output", "t.parquet"], "--output needs a name that ends in .csv"),

@@ -67,7 +67,7 @@ def audit(
         float | None, typer.Option(help="Multiplier of the cosines.", show_default="the encoder's own, otherwise 100")
     ] = None,
     objective: Annotated[str, typer.Option(help="infonce, hn or both, by commas.")] = "infonce",
-    gamma: Annotated[float, typer.Option(help="Of hn.", min=0.0)] = 0.5,
+    gamma: Annotated[float | None, typer.Option(help="Of hn.", min=0.0, show_default="0.5")] = None,
     loss_form: Annotated[str, typer.Option(help="plain (cross-entropy) or residual.")] = "plain",
     order: Annotated[
         str, typer.Option(help="last: s (V T'), as here; first: (s V) T', as OpenAI's CLIP; two: that and (s T) V', as open_clip.")
@@ -123,15 +123,18 @@ def audit(
         _write(frame, output)
 
 
-def _arms(objective: str, gamma: float, loss_form: str, order: str) -> dict[str, PairLoss]:
+def _arms(objective: str, gamma: float | None, loss_form: str, order: str) -> dict[str, PairLoss]:
     """Label -> loss path. The label names what is not the default."""
     from gradscope.metrics.loss_path import pair_loss
     from gradscope.objectives.hn import HN
     from gradscope.objectives.infonce import InfoNCE
     from gradscope.registry import unknown_name
 
-    known = {"infonce": InfoNCE(), "hn": HN(gamma=gamma)}
     names = [name.strip() for name in objective.split(",")]
+    if gamma is not None and ("hn" not in names or not gamma < float("inf")):
+        raise ValueError(f"--gamma is a finite number for --objective hn; got {gamma:g} with --objective {objective}.")
+    gamma = 0.5 if gamma is None else gamma
+    known = {"infonce": InfoNCE(), "hn": HN(gamma=gamma)}
     for name in names:
         if name not in known:
             raise ValueError(unknown_name("objective", name, list(known)))

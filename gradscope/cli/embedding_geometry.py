@@ -71,19 +71,24 @@ def embedding_geometry(
 
 
 def _table(files: list[Path], protocols: list[Protocol], found: list[dict[str, float]], k: int) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=f"Geometry of embeddings (hubs among the {k} nearest)", title_justify="left")
-    for heading in ("", ""):
-        table.add_column(heading)
+    table = Table(
+        title=f"Geometry of embeddings (hubs among the {k} nearest)", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for name in _labels(files):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     table.add_row("encoder", "", *(p.encoder for p in protocols))
     table.add_row("data", "", *(f"{p.data} {p.split}" for p in protocols))
-    table.add_row("rows", "image | text", *(f"{v['images']:,.0f} | {v['captions']:,.0f}" for v in found))
+    for label, side, counted in (("rows", "image", "images"), ("", "text", "captions")):
+        table.add_row(label, side, *(f"{values[counted]:,.0f}" for values in found))
     for label, (key, sides, decimals) in _ROWS.items():
-        keys = [f"{key}.{side}" for side in sides] or [key]
-        table.add_row(label, " | ".join(sides), *(" | ".join(f"{values[k]:.{decimals}f}" for k in keys) for values in found))
+        for number, side in enumerate(sides or ("",)):
+            name = f"{key}.{side}" if side else key
+            table.add_row("" if number else label, side, *(f"{values[name]:.{decimals}f}" for values in found))
     return table
 
 
@@ -100,6 +105,8 @@ def _notes(files: list[Path], protocols: list[Protocol], found: list[dict[str, f
         if values["excluded.image"] or values["excluded.text"]:
             lost = f"{values['excluded.image']:,.0f} image and {values['excluded.text']:,.0f} caption rows"
             notes.append(f"{file}: {lost} are not finite and were left out")
+        if values["k"] >= min(values["images"], values["captions"]):
+            notes.append(f"{file}: no more than {values['k']:,.0f} candidates on a side, so each is near to all and hubs say nothing")
     if len({(p.data, p.split, p.images, p.captions) for p in protocols}) > 1:
         notes.append("the files hold different galleries: rank, hubs and gap depend on the number of rows, so compare files of one")
     return notes

@@ -72,7 +72,10 @@ def what_if(
     order: Annotated[
         str, typer.Option(help="last: s (V T'), as here; first: (s V) T', as OpenAI's CLIP; two: that and (s T) V', as open_clip.")
     ] = "last",
-    batches: Annotated[int, typer.Option(help="Batches per width at most.", min=1)] = 32,
+    batches: Annotated[
+        int | None,
+        typer.Option(help="Batches per width at most.", min=1, show_default="32, and no more than 8,192 pairs per width"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of batches; every arm sees the same.")] = 0,
     output: Annotated[
         Path | None, typer.Option(help="A .csv with the whole table; two figures go beside it.", show_default="none: tables only")
@@ -99,6 +102,7 @@ def what_if(
     from gradscope.cli.pair_source import read_pairs
     from gradscope.console import out, progress
     from gradscope.paths import check_writable
+    from gradscope.whatif import check_grid
     from gradscope.whatif import what_if as measured
     from gradscope.whatif_words import RULE, pivots, sentences
 
@@ -108,7 +112,7 @@ def what_if(
     )  # fmt: skip
     arms = _arms(objective, gamma, margin, beta, bias)
     scales = None if scale is None else _numbers("--scale", scale)
-    _widths(width, 2)
+    check_grid(scales or _SCALES, _grid(arms, _widths(width, 2**62), precision, loss_scale, order, batches, seed))
     if output and output.suffix != ".csv":
         raise ValueError(f"--output needs a name that ends in .csv; got '{output}'.")
     check_writable(output)
@@ -122,7 +126,7 @@ def what_if(
         table = measured(found.pairs.image, found.pairs.text, scales, grid, advance=advance)
     for drawn in pivots(table):
         out.print(drawn)
-    for line in (_batches(table, batches), RULE, *sentences(table)):
+    for line in (_batches(table), RULE, *sentences(table)):
         out.print(line, soft_wrap=True)
     if output:
         _write(table, output)
@@ -153,7 +157,9 @@ def _one_number(flag: str, text: str) -> float:
         raise ValueError(f"{flag} takes one number, or best; got '{text}'.") from None
 
 
-def _grid(arms: tuple[Arm, ...], widths: tuple[int, ...], precision: str, loss_scale: str, order: str, batches: int, seed: int) -> Grid:
+def _grid(
+    arms: tuple[Arm, ...], widths: tuple[int, ...], precision: str, loss_scale: str, order: str, batches: int | None, seed: int
+) -> Grid:
     from gradscope.registry import unknown_name
     from gradscope.whatif import Grid
 
@@ -184,7 +190,7 @@ def _numbers(flag: str, text: str) -> tuple[float, ...]:
 def _widths(text: str | None, pairs: int) -> tuple[int, ...]:
     """Whole numbers by commas; "all" is the number of pairs. None leaves the choice to the grid."""
     try:
-        return () if text is None else tuple(sorted(pairs if word == "all" else int(word) for word in _words(text)))
+        return () if text is None else tuple(sorted(pairs if word == "all" else int(word) for word in text.replace(" ", "").split(",")))
     except ValueError:
         raise ValueError(f"--width takes whole numbers by commas, or all, as in 16,128,all; got '{text}'.") from None
 
@@ -211,11 +217,11 @@ def _say(source: str, pairs: Pairs, grid: Grid, notes: tuple[str, ...]) -> None:
         console.print(f"note: a width of {widest:,} takes about {takes / 2**30:,.1f} GiB", soft_wrap=True)
 
 
-def _batches(table: DataFrame, asked: int) -> str:
+def _batches(table: DataFrame) -> str:
     """How many batches stand behind each column."""
     per_width = table.groupby("width", sort=False)["batches"].first()
     counts = ", ".join(f"{width:,}: {count:,}" for width, count in per_width.items())
-    return f"Batches per width (at most {asked:,}, without replacement): {counts}."
+    return f"Batches per width (without replacement): {counts}."
 
 
 def _write(table: DataFrame, output: Path) -> None:

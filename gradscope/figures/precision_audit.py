@@ -4,6 +4,7 @@
 
 One line per setting for made-up pairs (medians over batches), one point per batch for drawn ones. Values that are exactly 0 stand,
 hollow, on a floor line of their own, since a logarithmic axis has no zero. Source: ``gradscope.precision_audit``.
+A setting whose gradient overflows is named so in the legend, with the number of batches; they are left out of (c) and (d).
 How to read it: where (a) is on the floor and (c) is not, only the print has ended; where (c) is on the floor, the teaching has.
 How it can mislead: lines that agree lie on each other; the widest is drawn first. (b) counts entries, whatever they weigh: read it
 beside (c).
@@ -15,6 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gradscope.figures import figures
 from gradscope.figures.style import DOUBLE_INCHES, new_figure, paper_style
@@ -74,8 +77,14 @@ def precision_audit(frame: DataFrame) -> tuple[Figure, DataFrame]:
         for axes in grid[-columns:]:
             axes.set_xlabel("positive cosine" if swept else "true loss (nat)")
         handles, names = grid[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+        labels = [_with_overflow(name, frame[frame["setting"] == name]) for name in names]
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(names) if labels == names else 3)
     return figure, drawn
+
+
+def _with_overflow(setting: str, rows: DataFrame) -> str:
+    lost = int((~np.isfinite(rows["gradient_norm"])).sum())
+    return f"{setting} (overflow in {lost:,} of {len(rows):,})" if lost else setting
 
 
 def _frame(frame: DataFrame) -> DataFrame:
@@ -112,7 +121,9 @@ def _dress(axes: Axes, panel: _Panel, letter: str, part: DataFrame, floor: float
         _decades(axes, "x", part["x"], None)
         axes.invert_xaxis()  # from easy to done, as for the cosine
     if panel.share:
-        axes.set_ylim(-4, 104)
+        finite = 100 * part[panel.column][np.isfinite(part[panel.column])]
+        top = max(100.0, finite.max() if len(finite) else 0.0)  # an error may be over 100 %
+        axes.set_ylim(-0.04 * top, 1.04 * top)
     else:
         _decades(axes, "y", part[panel.column], floor)
 

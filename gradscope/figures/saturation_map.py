@@ -147,7 +147,9 @@ def _lines(axis: Axes, drawn: DataFrame, scale: float, floor: float) -> None:
         zero = np.isneginf(line["log10_gradient"].to_numpy(dtype=float))
         colour = OBJECTIVE_COLOURS.get(name, "0.4")
         heights = np.where(zero, np.nan, line["log10_gradient"])
-        axis.plot(line["width"], heights, color=colour, markersize=2.5, linewidth=0.9, label=arm_name(drawn, arm), **look)
+        axis.plot(
+            line["width"], heights, color=colour, markersize=2.5, linewidth=0.9, clip_on=False, label=arm_name(drawn, arm), **look
+        )
         if zero.any():
             axis.plot(line["width"][zero], np.full(zero.sum(), floor), "x", color=colour, markersize=4, clip_on=False)
 

@@ -17,8 +17,8 @@ without centring; Radovanovic et al. (2010), skewness of N_k, here between tower
 
 How to read: alignment and uniformity both fall while the towers learn; alignment falling with uniformity rising is collapse.
 How it can mislead, by the number of rows N: alignment, uniformity, mean cosine and relative gap are means over pairs, so a small N
-makes them noisy, hardly biased. The modality gap is biased upwards: sampling
-alone gives about sqrt((W_v + W_t) / 2N). Effective rank is cut at min(N, D), one less when centred: a batch of 16 cannot show
+makes them noisy, hardly biased. The modality gap is biased upwards: its
+square by (A - gap^2) / N on average, for N pairs. Effective rank is cut at min(N, D), one less when centred: a batch of 16 cannot show
 more than 16 and understates it long before. Not centred, one long mean direction (a cone) counts as one large singular value and
 hides the rest; centred, the cone is gone from the answer. Hubness grows with N and with the intrinsic dimension, so compare it at one N
 and one k. Uniformity cannot tell a few duplicates from a slightly narrower cone.
@@ -86,12 +86,15 @@ def effective_rank(rows: Tensor, *, centred: bool = False, block: int = BLOCK) -
     Formed from the eigenvalues of the smaller of the two Gram matrices, O(N D min(N, D)). Eigenvalues that rounding alone can make
     count as zero; nan if none is left (all rows alike, centred) or a row is not finite.
     """
-    gram = _gram(rows, centred, block)
-    finite = torch.nan_to_num(gram, nan=0.0, posinf=0.0, neginf=0.0)  # the library would raise on them
-    found = torch.linalg.eigvalsh(finite)
-    floor = torch.finfo(torch.float64).eps * max(rows.shape) * _sums(rows)[1]
-    singular = torch.where(found < floor, 0.0, found).sqrt()
-    return torch.special.entr(singular / singular.sum()).sum().exp() + 0.0 * gram.sum()
+    return _spectral([(rows, centred)], block)[0]
+
+
+def effective_ranks(clouds: Sequence[Tensor], *, block: int = BLOCK) -> Tensor:
+    """``effective_rank`` of clouds of one shape [N, D], as they are and centred: [len(clouds), 2] float64.
+
+    All eigenvalues come from one call: a GPU waits for the host once, however many clouds there are.
+    """
+    return _spectral([(rows, centred) for rows in clouds for centred in (False, True)], block).view(-1, 2)
 
 
 def k_occurrences(cosine: Tensor, k: int) -> Tensor:
@@ -150,6 +153,17 @@ def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the rows [D] and of their squared norms [], float64, without a float64 copy of all rows."""
     parts = [(part.double().sum(0), part.double().square().sum()) for part in rows.split(4096)]
     return torch.stack([total for total, _ in parts]).sum(0), torch.stack([square for _, square in parts]).sum()
+
+
+def _spectral(asked: Sequence[tuple[Tensor, bool]], block: int) -> Tensor:
+    """``effective_rank`` of (rows, centred), all of one shape: [len(asked)]."""
+    grams = torch.stack([_gram(rows, centred, block) for rows, centred in asked])
+    finite = torch.nan_to_num(grams, nan=0.0, posinf=0.0, neginf=0.0)  # the library would raise on them
+    found = torch.linalg.eigvalsh(finite)  # [K, min(N, D)]
+    size = torch.stack([max(rows.shape) * _sums(rows)[1] for rows, _ in asked])
+    singular = torch.where(found < torch.finfo(torch.float64).eps * size[:, None], 0.0, found).sqrt()
+    share = singular / singular.sum(dim=1, keepdim=True)
+    return torch.special.entr(share).sum(dim=1).exp() + 0.0 * grams.sum(dim=(1, 2))
 
 
 def _gram(rows: Tensor, centred: bool, block: int) -> Tensor:

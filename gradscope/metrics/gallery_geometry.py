@@ -102,8 +102,8 @@ def _towers(towers: dict[str, Tensor], block: int, tick: Callable[[], None]) -> 
     for name, rows in towers.items():
         values[f"uniformity.{name}"] = float(measure.uniformity(rows, block=block, tick=tick))
         values[f"mean_cosine.{name}"] = float(measure.mean_cosine(rows))
-        values[f"effective_rank.{name}"] = float(measure.effective_rank(rows))
-        values[f"effective_rank_centred.{name}"] = float(measure.effective_rank(rows, centred=True))
+        ranks = measure.effective_ranks([rows])[0].tolist()
+        values |= {f"effective_rank.{name}": ranks[0], f"effective_rank_centred.{name}": ranks[1]}
     return values
 
 

@@ -17,7 +17,8 @@ How to read: order_kept near 1 with a large captions:drift says that G has moved
 How it can mislead: everything here is of ONE batch. Of 16 rows the effective rank is at most 16 (15 centred) and the modality gap is
 too large; a trend at one width is real, a level is not: for levels use ``gradscope embedding-geometry`` on a whole gallery. The
 number of logits in the HN gap that is one constant is captions:margin_logits. Ties (duplicates) make nearest_kept arbitrary.
-Cost: the eigenvalues behind the effective ranks make a GPU wait for the host, the only such place; all else stays on the device.
+Cost: the eigenvalues behind the four effective ranks come from one call, at which a GPU waits for the host, the only such place; no
+trace of matrix powers holds that entropy. It is one wait in a step that the full set reads anyway; all else stays on the device.
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ def _clouds(embeddings: Embeddings) -> list[Reading]:
         _reading("modality_gap", measure.modality_gap(image, text), "distance"),
         _reading("relative_gap", measure.relative_gap(image, text, aligned), "share"),
     ]
-    for tower, rows in (("image", image), ("text", text)):
+    ranks = measure.effective_ranks([image, text])
+    for tower, rows, (as_is, centred) in zip(("image", "text"), (image, text), ranks, strict=True):
         readings += [
             _reading(f"uniformity.{tower}", measure.uniformity(rows), "nat"),
             _reading(f"mean_cosine.{tower}", measure.mean_cosine(rows), "cosine"),
-            _reading(f"effective_rank.{tower}", measure.effective_rank(rows), "directions"),
-            _reading(f"effective_rank_centred.{tower}", measure.effective_rank(rows, centred=True), "directions"),
+            _reading(f"effective_rank.{tower}", as_is, "directions"),
+            _reading(f"effective_rank_centred.{tower}", centred, "directions"),
         ]
     return readings
 
