@@ -572,6 +572,22 @@ def test_a_closure_that_cannot_be_used_is_one_sentence(closure, words: str) -> N
 FOREIGN = Every()
 
 
+def test_a_model_that_the_loss_does_not_reach_and_a_sharded_one_are_refused(tmp_path) -> None:
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    with pytest.raises(ValueError, match="the loss of the closure does not depend"):
+        account(Every(), lambda run: FOREIGN(IDS).sum(), references=())
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        fully_shard(model)
+        with pytest.raises(ValueError, match="the model is sharded"):
+            account(model, lambda run: run.model(run.cast(torch.ones(1, 2))).sum())
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_inputs_that_were_not_cast_and_an_autocast_of_ones_own_are_named() -> None:
     x = torch.rand(3, 2)
     with pytest.raises(ValueError, match=re.escape("does not run in float64")) as error:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradscope.distributed import is_sharded
 from gradscope.zeros.widened import Widened, copied, default_dtype, narrower, word
 
 HALF = (torch.float16, torch.bfloat16)
@@ -113,8 +114,6 @@ def reference(model: nn.Module, closure: Closure, dtype: torch.dtype) -> dict[st
             f"the {word(dtype)} pass computed in {mode.narrowed}; use run.autocast() in place of torch.autocast, or, where the model "
             "has an autocast of its own, references=(torch.float64,), which no autocast narrows"
         )
-    if all(g is None for g in gradient.values()):
-        raise ValueError("the loss of the closure does not depend on run.model; compute it with run.model, not with your own variable")
     return gradient
 
 
@@ -129,6 +128,8 @@ def _check_dtypes(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) ->
     """Autocast narrows float32 and nothing wider."""
     if not parameters:
         raise ValueError("no parameter of the model trains, so there is no gradient to count; set requires_grad on some")
+    if any(is_sharded(p) for p in parameters.values()):
+        raise ValueError("the model is sharded, and an entry's cause needs whole parameters; count on one process, before fully_shard")
     fitting = (dtype, torch.float32) if dtype in HALF else (dtype,)
     wrong = next((p.dtype for p in parameters.values() if p.dtype not in fitting), None)
     if wrong is not None:
@@ -143,6 +144,8 @@ def _gradient(loss: Tensor, parameters: Mapping[str, nn.Parameter], factor: floa
     """The gradient of factor * loss, dense. The graph is kept; ``.grad`` is not touched, and no hook of an optimizer fires."""
     seed = torch.full_like(loss, factor)
     found = torch.autograd.grad(loss, list(parameters.values()), seed, retain_graph=True, allow_unused=True)
+    if all(g is None for g in found):
+        raise ValueError("the loss of the closure does not depend on run.model; compute it with run.model, not with your own variable")
     return {name: None if g is None else g.to_dense() for name, g in zip(parameters, found, strict=True)}
 
 
