@@ -101,6 +101,17 @@ BY_HAND = [
         how="updates of 1e-9 of the weights",
         readings={("optimizer", f"update_ratio.{t}", "total"): 1e-9 for t in ("image", "text")},
     ),
+    Broken(
+        rule="GS021",
+        how="text tower never updated, though a gradient reaches it",
+        readings={("optimizer", "update_ratio.text", "total"): 0.0},
+    ),
+    Broken(
+        rule="GS016",
+        how="comes down to chance and sits there",
+        readings={("loss", "true", "infonce"): lambda step: max(math.log(WIDTH), 9.0 - step)},
+        more={"steps": 60},
+    ),
     Broken(rule="GS022", how="updates of half the weights", readings={("optimizer", "update_ratio.text", "total"): 0.5}),
     Broken(rule="GS023", how="limit 0.01 at norms of 0.4", more={"recipe": {"train.grad_clip": 0.01}}),
     Broken(rule="GS023", how="norm 0.4 clipped to 0.1 in another loop", readings={("accumulation", "norm_clipped", "total"): 0.1}),

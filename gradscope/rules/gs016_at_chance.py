@@ -1,6 +1,7 @@
 """GS016: the model is guessing.
 
-Evidence   the InfoNCE loss of the last epoch is at least 95 % of ln(width), and has not fallen by 2 % since the start.
+Evidence   the InfoNCE loss of the last epoch is at least 95 % of ln(width), and has not fallen by 2 % since the start; or it came down
+           to within 1 % of ln(width) and the medians of the last two quarters of the run both sit there.
 Cause      images and captions that do not belong together, captions that are all alike, a rate of 0 or far too large.
 Silent     fewer than 30 steps into the run, fewer than ``least`` values, width not known, HN's loss in a log without readings; a loss
            that is still coming down.
@@ -31,6 +32,7 @@ class AtChance:
     )
     share: float = CHANCE
     progress: float = 0.98
+    at: float = 0.01
     steps: int = LOGGED
     least: int = MEASURED
 
@@ -40,7 +42,8 @@ class AtChance:
         if not series.steps.size or series.steps.max() - series.steps.min() + 1 < self.steps:
             raise Unmeasured(f"{series.name} covers fewer than {self.steps} steps")
         start = float(np.median(whole.values[: max(self.least, len(whole.values) // 4)]))
-        if recent.median() < self.share * view.chance or recent.median() < self.progress * start:
+        fallen = recent.median() < self.progress * start
+        if recent.median() < self.share * view.chance or (fallen and not self._sits(whole.values, view.chance)):
             return None
         return found(
             self,
@@ -54,6 +57,12 @@ class AtChance:
             effect="Away from chance the loss falls below ln(width) within some tens of steps.",
             verify="loss against ln(width) in the first 100 steps of the new run.",
         )
+
+    def _sits(self, losses: np.ndarray, chance: float) -> bool:
+        """Whether both of the last two quarters have their median at chance."""
+        size = len(losses) // 4
+        quarters = (losses[-2 * size : -size], losses[-size:])
+        return size >= self.least and all(abs(float(np.median(quarter)) / chance - 1) < self.at for quarter in quarters)
 
     def _infonce(self, view: View) -> Series:
         probed = view.reading("loss", "true", "infonce")

@@ -1,6 +1,7 @@
 """GS021: the weights do not move.
 
-Evidence   the learning rate was 0 in every logged step; or the median update is under 1e-7 of the weights in every tower.
+Evidence   the learning rate was 0 in every logged step; or the median update is under 1e-7 of the weights in every tower; or one tower
+           was not updated once, though a gradient reaches it.
 Cause      a rate of 0 or far too small, a scheduler that ended, or an optimizer that does not hold these parameters.
 Silent     fewer than ``least`` logged rates or measured batches; no column of rates and no readings of the update.
 Mislead    logs round: where the loss of a log falls, its rates of 0 are not believed. At the end of a schedule the rate is meant to
@@ -19,6 +20,7 @@ from gradscope.rules import LOGGED, MEASURED, Finding, found, rules, where_measu
 from gradscope.run_view import PROBE, Evidence, Unmeasured, View
 
 TOWERS = ("image", "text")
+LEFT_OUT = "The optimizer does not hold this tower's parameters, or its rate is 0, or its gradient is zeroed before the step."
 
 
 @rules.register("GS021")
@@ -39,13 +41,16 @@ class NoUpdate:
         moved = self._moved(view)
         if not rate and not moved:
             raise Unmeasured(f"neither the learning rate nor the size of the update is in the log; {PROBE}")
-        still = bool(moved) and max(e.value for e in moved) < self.ratio
-        if not still and not (rate and rate[0].value == 0):
+        still, resting = bool(moved) and max(e.value for e in moved) < self.ratio, bool(rate) and rate[0].value == 0
+        left = () if still or resting else tuple(evidence for tower in TOWERS for evidence in self._left_out(view, tower))
+        if not still and not resting and not left:
             return None
         return found(
             self,
-            *(moved + rate if still else rate + moved),
-            cause="An update below 6e-8 of a weight is rounded away in fp32: with this rate training only repeats the evaluation.",
+            *(rate + moved if resting and not still else left + moved + rate),
+            cause=LEFT_OUT
+            if left
+            else "An update below 6e-8 of a weight is rounded away in fp32: with this rate training only repeats the evaluation.",
             action="Raise --lr (1e-5 is usual for a pretrained CLIP, 1e-4 for small models); check that the scheduler reaches its "
             "peak (--set train.warmup=0) and that the optimizer holds the trained parameters.",
             effect="An update ratio of 1e-6 to 1e-3 per step.",
@@ -60,6 +65,19 @@ class NoUpdate:
 
     def _moved(self, view: View) -> tuple[Evidence, ...]:
         return tuple(evidence for tower in TOWERS for evidence in where_measured(partial(self._ratio, view, tower)))
+
+    def _left_out(self, view: View, tower: str) -> tuple[Evidence, ...]:
+        """The gradient of a tower that no update has moved; () for one that moves, or that no gradient reaches."""
+        try:
+            update = view.reading("optimizer", f"update_ratio.{tower}", "total").whole(self.least)
+            norm = view.reading("gradient", f"norm.{tower}", view.term).whole(self.least)
+        except Unmeasured:
+            return ()
+        if update.values.any() or not norm.median():
+            return ()
+        return (
+            norm.evidence(f"gradient norm of the {tower} tower, which was not updated once, median", norm.median(), "nat / weight"),
+        )
 
     def _ratio(self, view: View, tower: str) -> Evidence:
         window = view.reading("optimizer", f"update_ratio.{tower}", "total").whole(self.least)
