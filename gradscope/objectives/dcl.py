@@ -5,8 +5,9 @@
 Source: Decoupled Contrastive Learning (Yeh et al., 2022), with the negatives of the other tower only, as for two towers.
 How to read it: the factor 1 - p_ii that InfoNCE puts before its gradient is gone, so the residual here is 1 at every row.
 How it can mislead: the loss has no floor; it runs below 0 and goes on falling as the scale grows, so "a loss under 1e-3" means nothing
-and its log10 is nan here. It teaches for ever: also rows that have nothing left to learn. A widely copied implementation adds a tiny
-number to the positive's logit where it should remove it, and so leaves it in the denominator.
+and its log10 is nan here. It teaches for ever: also rows that have nothing left to learn. A widely copied implementation
+does not remove the positive but takes log(1e-45) = -103 off its logit: at temperature .1 it is gone, at CLIP's scale 100 it is not,
+where that positive leads by as much.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from gradscope.metrics.softmax import log_odds, negatives, per_direction
 from gradscope.quantities import quantities
 from gradscope.types import Head, Reading, Step
 
-#: A logit moved by more than this changes its probability by over a tenth.
+#: A logit moved by more than this changes the odds of its cell by over a tenth.
 MOVED = 0.1
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
