@@ -70,7 +70,9 @@ class NoUpdate:
         """The gradient of a tower that no update has moved; () for one that moves, or that no gradient reaches."""
         try:
             update = view.reading("optimizer", f"update_ratio.{tower}", "total").whole(self.least)
-            norm = view.reading("gradient", f"norm.{tower}", view.term).whole(self.least)
+            norm = view.reading(
+                "gradient", f"norm.{tower}", view.term
+            ).whole()  # once is enough: it is never zeroed where it is not held
         except Unmeasured:
             return ()
         if update.values.any() or not norm.median():
