@@ -39,6 +39,7 @@ from gradscope.attach.found import Found
 from gradscope.attach.local_norm import LocalNorm
 from gradscope.attach.optimizer_watch import OptimizerWatch
 from gradscope.attach.probe_log import ProbeLog
+from gradscope.attach.towers import towers
 from gradscope.attach.wrapping import replace_method
 from gradscope.cadence import percent, share
 from gradscope.console import console
@@ -152,6 +153,7 @@ class Probe:
         #: Readings of the last probed step: (quantity, term, key) -> value.
         self.last: dict[tuple[str, str, str], Any] = {}
         self._log = ProbeLog(output, probe_set, trained, gamma, margin, every, first_step)
+        self._first = first_step
         self._index, self._samples = first_step - 1, 0
         self._micro = 0  # forward passes seen since the last step of the optimizer
         self._open_step = False
@@ -196,6 +198,7 @@ class Probe:
     def detach(self, *, complete: bool = False) -> None:
         """Takes every hook away and closes the log; ``complete`` marks the run as one that reached its end. May be called twice."""
         if self._undo:
+            self._say_no_step()
             self._optimizers.next_step()
         self.reader.abandon()
         if self._local is not None:
@@ -205,6 +208,8 @@ class Probe:
         self._until_step, self._undo, self._local = [], [], None
         self._open_step, self._micro, self._passing = False, 0, 0
         self._say_how_often()
+        if self._log.rows:
+            console.print(f"the probe read {self._log.rows} steps; look with: gradscope diagnose {self._log.output}", soft_wrap=True)
         self._log.close(complete)
 
     def __enter__(self) -> Probe:
@@ -212,6 +217,18 @@ class Probe:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.detach(complete=kind is None)
+
+    def log_recall(self, *, i2t: float, t2i: float, k: int = 1, dataset: str = "the loop's own", split: str = "val") -> None:
+        """Recall@k that the loop measured, as fractions: for Figure 4, and for the rules that compare it with the loss.
+
+        It belongs to the last step and to ``epoch``. Raises ValueError for what is no fraction.
+        """
+        for value in (i2t, t2i):
+            if not 0 <= value <= 1:
+                raise ValueError(f"recall is a fraction between 0 and 1; got {value}")
+        row = {"step": self._index, "epoch": self.epoch, "dataset": dataset, "split": split, "metric": f"R@{k}"}
+        row |= dict.fromkeys(("low", "high", "n_queries", "n_candidates")) | {"protocol": "the loop's own"}
+        self._log.write_evals([{**row, "direction": name, "value": value} for name, value in (("i2t", i2t), ("t2i", t2i))])
 
     # ---- forward
 
@@ -305,6 +322,7 @@ class Probe:
             )
         scale = scale if isinstance(scale, Tensor) else torch.tensor(float(scale))
         if self._normalise is None:
+            self.reader.towers = towers(seen.image, seen.text, self.reader.names, self.reader.parameters)
             self._normalise = not (found.unit_rows(seen.image) and found.unit_rows(seen.text))
         self.reader.normalise = self._normalise
         self._log.precision = self.precision or NAMES.get(self._source.dtype or seen.image.dtype, "fp32")
@@ -417,11 +435,17 @@ class Probe:
         return count
 
     def _say_unseen(self) -> None:
-        where = "the loss was not called" if self.loss is not None else "the model returned no two matrices of embeddings"
+        where = "the loss was not called" if self.loss is not None else self._source.returned
         self.reader.failures.append(
             f"step {self._index}: the optimizer stepped, but no embeddings were seen: {where}, or its hook became a no-op "
             "(a module compiled after attaching, or in place). Give the module that the loop calls, loss=, or use probe.watch"
         )
+
+    def _say_no_step(self) -> None:
+        if self._open_step and self._index == self._first:
+            self.reader.failures.append(
+                f"step {self._index}: embeddings were seen {self._micro} times, but no optimizer stepped: nothing was read"
+            )
 
     def _lost(self) -> None:
         self.reader.abandon()

@@ -39,6 +39,7 @@ from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.scores import LOSS_FORMS, directed_loss
 from gradscope.optim import trainable
+from gradscope.quantities.gradient import tower_of
 from gradscope.types import DIRECTIONS, Batch, Embeddings, Head, Reading, Scores, Step, Term
 
 Objective = InfoNCE | HN
@@ -152,6 +153,8 @@ class StepReader:
     def __post_init__(self) -> None:
         parameters = trainable(self.model)
         self.names, self.parameters = [plain_name(name) for name in parameters], list(parameters.values())
+        #: Of each parameter, by its name; a loop that is not ours replaces it by what the graph of the embeddings says.
+        self.towers = [tower_of(name) for name in self.names]
         self.frozen_entries = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self._cadence = None if self.budget is None else Cadence(budget=self.budget, densest=self.every)
 
@@ -369,6 +372,7 @@ class StepReader:
             heads={name: self._head(name, known[name], grads.get(name), factors.get(name, 1.0)) for name in self.objectives},
             names=self.names,
             parameters=self.parameters,
+            towers=self.towers,
             frozen_entries=self.frozen_entries,
             structural_rows=self._structural(opened.observed.token_ids),
             scale_max=self.scale_max,

@@ -171,6 +171,7 @@ class Step:
     heads: Mapping[str, Head]
     names: Sequence[str]
     parameters: Sequence[Parameter]
+    towers: Sequence[str]  # of each parameter: "image", "text", "shared" (both) or "scale"
     structural_rows: Mapping[str, Tensor]  # parameter name -> bool [rows]: rows this batch cannot reach
     scale_max: float | None
     optimizer: Optimizer | None = None

@@ -169,7 +169,7 @@ def test_several_optimizers_make_one_step(name: str, tmp_path: Path, capsys: pyt
     run = Run(tmp_path / "run")
     assert run.steps["step"].tolist() == [1, 2, 3, 4]
     rows = run.readings
-    moved = rows[(rows["quantity"] == "optimizer") & (rows["key"] == "update_ratio.text")]["value"]
+    moved = rows[(rows["quantity"] == "optimizer") & (rows["key"] == "update_ratio.image")]["value"]
     assert len(moved) == STEPS
     assert (moved > 0).all()
     assert not (rows["key"] == "failed").any()

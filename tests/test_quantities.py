@@ -388,7 +388,15 @@ def test_adam_over_several_pieces_in_float64(options: dict) -> None:
     values = {
         r.key: float(r.value)  # type: ignore[arg-type]
         for r in quantities["optimizer"]()(
-            replace(base, names=["w"], parameters=[parameter], before=[before], optimizer=optimizer, accumulated=[parameter.grad])
+            replace(
+                base,
+                names=["w"],
+                towers=["text"],
+                parameters=[parameter],
+                before=[before],
+                optimizer=optimizer,
+                accumulated=[parameter.grad],
+            )
         )
     }
     state, group = optimizer.state[parameter], optimizer.param_groups[0]

@@ -3,7 +3,7 @@
     a loss module        its call (open_clip's losses, any module that takes two matrices and a scale)
     a loss of sentence-transformers    its embeddings on their way into the softmax, cached or not
     nothing told         the model and the modules up to two levels inside it, until one of them returns, or is called with, two
-                         matrices of embeddings and a scale; from then on that one only
+                         matrices of embeddings and a scale, or has its two ``encode_...`` methods called; from then on that one only
 
 Hooks return at once while torch.compile traces (so they break no graph), inside a backward (activation checkpointing computes again)
 and without gradient. How it can mislead: the first module that fits is taken; quantity ``hooks`` shows whether it was the right one.
@@ -24,6 +24,14 @@ from gradscope.attach.wrapping import Hook, replace_method
 #: How far inside the model embeddings are looked for.
 DEPTH = 2
 
+#: Methods of one tower each (open_clip, OpenAI's CLIP; Hugging Face), first tower first.
+METHODS = (
+    ("encode_image", "encode_text"),
+    ("get_image_features", "get_text_features"),
+    ("encode_audio", "encode_text"),
+    ("get_audio_features", "get_text_features"),
+)
+
 
 class EmbeddingSource:
     """Calls ``seen`` with what it finds, after the forward pass and before the backward.
@@ -41,6 +49,9 @@ class EmbeddingSource:
         self.dtype: torch.dtype | None = None
         self.told = False
         self.left_out = 0  # columns of hard negatives
+        self.returned = "the model returned no two matrices of embeddings"
+        self._inside = 0  # forward passes of searched modules that are under way
+        self._encoded: dict[str, Tensor] = {}
         self._undo: list[Callable[[], Any]] = []
         self._searching: list[Callable[[], Any]] = []
 
@@ -116,12 +127,52 @@ class EmbeddingSource:
         for module in candidates(self.model):
             hooks = (
                 module.register_forward_pre_hook(Hook(self._may_be_called), with_kwargs=True),
-                module.register_forward_hook(Hook(self._may_return)),
+                module.register_forward_hook(Hook(self._may_return), always_call=True),
             )
             self._searching += [hook.remove for hook in hooks]
+            self._searching += self._methods(module)
+
+    def _methods(self, module: nn.Module) -> list[Callable[[], Any]]:
+        """Wraps the module's two methods of one tower each, if it has such."""
+        pair = next((pair for pair in METHODS if all(callable(getattr(module, name, None)) for name in pair)), ())
+        return [replace_method(module, name, self._encodes(pair, name)) for name in pair]
+
+    def _encodes(self, pair: tuple[str, ...], name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def around(original: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                output = original(*args, **kwargs)
+                if not passive() and not self.told:
+                    rows = getattr(output, "pooler_output", output)  # Hugging Face returns a record
+                    self._encoded[name] = rows
+                    if name == pair[1]:
+                        ids = found.token_ids(args, kwargs)
+                        self.token_ids = self.token_ids if ids is None else ids
+                    if not self._inside:  # inside a forward pass, what that returns comes first
+                        self._both(pair)
+                return output
+
+            return wrapper
+
+        return around
+
+    def _both(self, pair: tuple[str, ...]) -> bool:
+        """Tells of both towers' rows once each has been encoded; whether it did."""
+        seen = found.by_order([self._encoded[name] for name in pair if name in self._encoded])
+        if seen is None:
+            return False
+        self._encoded = {}
+        self._tell(seen, lambda _: True)
+        return True
 
     def _may_return(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside = max(0, self._inside - 1)
         seen = None if passive() or self.told else found.in_output(output)
+        if seen is not None and found.are_logits(seen):
+            self.returned = "the model returned logits, not embeddings"
+            for pair in METHODS if module is self.model else ():
+                if self._both(pair):
+                    return
+            return
         if seen is not None and (seen.scale is not None or module is self.model):
             self.stop_searching()
             self._undo.append(module.register_forward_hook(Hook(self._returned)).remove)
@@ -130,6 +181,7 @@ class EmbeddingSource:
             self._tell(seen, lambda _: True)
 
     def _may_be_called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside += 1
         if passive() or self.told:
             return
         ids = found.token_ids(args, kwargs)

@@ -43,13 +43,13 @@ def in_output(output: Any) -> Found | None:
     if first is not None and second is not None:
         return Found(image=first, text=second, scale=_scale(named))
     if isinstance(output, (tuple, list)):
-        return _by_order(output)
+        return by_order(output)
     return None
 
 
 def in_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found | None:
     """What a loss module was called with."""
-    return in_output(dict(kwargs)) or _by_order(args)
+    return in_output(dict(kwargs)) or by_order(args)
 
 
 def token_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -80,6 +80,12 @@ def unit_rows(rows: Tensor) -> bool:
     return bool(((lengths - 1).abs() < tolerance).all())
 
 
+def are_logits(seen: Found) -> bool:
+    """Whether these are logits per image and per text: square, each the other's transpose. A host sync, for square ones only."""
+    rows, columns = seen.image.shape
+    return rows == columns and torch.allclose(seen.image.detach(), seen.text.detach().T)
+
+
 def _named(output: Any) -> Mapping[str, Any]:
     if isinstance(output, Mapping):
         return output
@@ -95,7 +101,8 @@ def _scale(named: Mapping[str, Any]) -> Tensor | float | None:
     return next((_as_scale(named[name]) for name in SCALE if named.get(name) is not None), None)
 
 
-def _by_order(values: Sequence[Any]) -> Found | None:
+def by_order(values: Sequence[Any]) -> Found | None:
+    """Two float matrices of one shape, and then perhaps a scale."""
     if len(values) < 2 or not (_is_rows(values[0]) and _is_rows(values[1]) and values[0].shape == values[1].shape):
         return None
     return Found(image=values[0], text=values[1], scale=_as_scale(values[2]) if len(values) > 2 else None)

@@ -32,6 +32,7 @@ class ProbeLog:
         self.precision = ""
         self.first_step = first_step
         self._written = first_step - 1
+        self.rows = 0  # steps whose readings were written
         self.trained = trained
         self._tables: dict[str, dict[str, Any]] = {
             "data": {"name": "the loop's own"},
@@ -76,6 +77,7 @@ class ProbeLog:
         if log is None:
             return
         self._written = step
+        self.rows += bool(readings)
         log.write_readings(readings)
         values = {(row["quantity"], row["term"], row["key"]): row["value"] for row in readings}
         row = {"step": step, "samples": samples, "epoch": epoch, "loss": values.get(("loss", self.trained or "infonce", "trained"))}
@@ -86,6 +88,11 @@ class ProbeLog:
         """Readings on what a step cost, known only when all else has been written."""
         if self._log is not None:
             self._log.write_readings(readings)
+
+    def write_evals(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """What the loop itself measured. Nothing before the first reading, when there is no run yet."""
+        if self._log is not None:
+            self._log.write_evals(rows)
 
     def say(self, line: str) -> None:
         """A line for the run's console log; kept until there is one."""

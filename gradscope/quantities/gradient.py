@@ -38,7 +38,7 @@ class Gradient:
 
     def __call__(self, step: Step) -> list[Reading]:
         readings, norms = [], {}
-        parts = parts_of(step.names)
+        parts = parts_of(step.names, step.towers)
         for name, head in step.heads.items():
             if head.param_grads is None:
                 continue
@@ -67,11 +67,15 @@ def _pair(step: Step, norms: dict[str, Tensor]) -> list[Reading]:
     return [Reading(quantity="gradient", key=k, term="pair", value=v, unit=units[k]) for k, v in values.items()]
 
 
-def parts_of(names: Sequence[str]) -> dict[str, list[int]]:
-    """Parameter names -> indices by tower ("image", "text", "scale") and by block ("image.block03")."""
+def tower_of(name: str) -> str:
+    """image, text or scale, by the name of a parameter; what names no tower is of the text's, as in open_clip."""
+    return "scale" if "logit_scale" in name or "log_scale" in name else "image" if _IMAGE.search(name) else "text"
+
+
+def parts_of(names: Sequence[str], towers: Sequence[str]) -> dict[str, list[int]]:
+    """Parameter names and their towers ("image", "text", "shared", "scale") -> indices by tower and by block ("image.block03")."""
     parts: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        tower = "scale" if "logit_scale" in name or "log_scale" in name else "image" if _IMAGE.search(name) else "text"
+    for index, (name, tower) in enumerate(zip(names, towers, strict=True)):
         parts.setdefault(tower, []).append(index)
         block = _BLOCK.search(name)
         if block:

@@ -45,7 +45,7 @@ class Optimizer:
     def __call__(self, step: Step) -> list[Reading]:
         values = _adam(step)
         assert step.before is not None
-        for part, indices in parts_of(step.names).items():
+        for part, indices in parts_of(step.names, step.towers).items():
             if "." in part:
                 continue
             before = [local(step.before[i]) for i in indices]

@@ -39,7 +39,7 @@ class Sketch:
     def __call__(self, step: Step) -> list[Reading]:
         assert step.accumulated is not None
         readings = []
-        parts = parts_of(step.names)
+        parts = parts_of(step.names, step.towers)
         for tower in TOWERS:
             if tower not in parts:  # frozen
                 continue

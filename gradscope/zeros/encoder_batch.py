@@ -33,7 +33,7 @@ from gradscope.encoders.text import load_text_encoder
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.objectives.hn import HN
 from gradscope.optim import make_optimizer
-from gradscope.quantities.gradient import parts_of
+from gradscope.quantities.gradient import tower_of
 from gradscope.recipe import Data, Recipe, resolve
 from gradscope.run_checkpoints import chosen_checkpoints
 from gradscope.runlog import Run, is_run
@@ -114,11 +114,6 @@ def account_encoder(
     return ZeroBatch(
         encoder=standing.name, data=data.name, split=split, width=width, precision=precision, objective=words, accounting=found
     )
-
-
-def tower_of(name: str) -> str:
-    """image, text or scale."""
-    return next(iter(parts_of([name])))
 
 
 def _check(precision: str | None, loss_scale: float | None, which: str) -> None:
