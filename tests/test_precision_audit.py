@@ -323,6 +323,15 @@ def test_tables_fit_a_narrow_terminal() -> None:
     assert captured.get().splitlines()[3].rstrip().endswith(" off")
 
 
+def test_a_width_that_takes_much_memory_is_announced(capsys) -> None:
+    from gradscope.cli.pair_source import announce_memory
+
+    announce_memory(3000)
+    assert capsys.readouterr().err == ""
+    announce_memory(20_000)
+    assert "a width of 20,000 takes about 35.8 GiB" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -171,6 +171,7 @@ def _made_up(
 
 def _drawn(pairs: Pairs, arms: dict[str, PairLoss], steps: Any, scale: float, width: int, batches: int, seed: int) -> DataFrame:
     """The audit of batches drawn from pairs that are given; what there is too little of is said."""
+    from gradscope.cli.pair_source import announce_memory
     from gradscope.console import console, progress
     from gradscope.paired_rows import draw_batches
     from gradscope.precision_audit import audit
@@ -178,6 +179,7 @@ def _drawn(pairs: Pairs, arms: dict[str, PairLoss], steps: Any, scale: float, wi
     if pairs.left_out:
         console.print(f"note: {pairs.left_out:,} pairs with embeddings that are not finite are left out", soft_wrap=True)
     chosen = draw_batches(len(pairs.image), width, batches, seed)
+    announce_memory(width)
     if len(chosen) < batches:
         console.print(f"note: {len(pairs.image):,} pairs fill {len(chosen)} batches of {width}, not {batches}", soft_wrap=True)
     with progress("auditing") as advance:

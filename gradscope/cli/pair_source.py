@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from gradscope.recipe import Data
 
 
+#: Matrices of one batch that are alive at once, in float64; a width that takes more than this many bytes is announced.
+_MATRICES, _LARGE = 12, 2**30
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairSource:
     """``scale`` is the encoder's own, None where only its embeddings are at hand; ``notes`` are those of the data."""
@@ -65,3 +69,11 @@ def read_pairs(
             advance=advance,
         )
     return PairSource(pairs=paired_rows(embedded), scale=float(encoder.scale().detach()), notes=gallery.notes)
+
+
+def announce_memory(width: int) -> None:
+    """Says what a batch of a large width takes."""
+    from gradscope.console import console
+
+    if (takes := 8 * _MATRICES * width**2) > _LARGE:
+        console.print(f"note: a width of {width:,} takes about {takes / 2**30:,.1f} GiB", soft_wrap=True)

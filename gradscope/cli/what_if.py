@@ -38,8 +38,6 @@ _SCALES = (20.0, 50.0, 100.0)
 _OBJECTIVES = ("infonce", "hn", "siglip", "dcl", "hardness_weighted")
 #: --order -> what the loss path calls it.
 _ORDERS = {"last": "scale last", "first": "scale first", "two": "two products"}
-#: Matrices of one batch that are alive at once, in float64; a width that takes more than this many bytes is announced.
-_MATRICES, _LARGE = 12, 2**30
 
 
 def what_if(
@@ -204,6 +202,7 @@ def _with_own(own: float | None) -> tuple[float, ...]:
 
 def _say(source: str, pairs: Pairs, grid: Grid, notes: tuple[str, ...]) -> None:
     """What is measured, what was left out, and what a large width will take."""
+    from gradscope.cli.pair_source import announce_memory
     from gradscope.console import console
 
     for note in notes:
@@ -212,9 +211,7 @@ def _say(source: str, pairs: Pairs, grid: Grid, notes: tuple[str, ...]) -> None:
         console.print(f"note: {pairs.left_out:,} pairs with embeddings that are not finite are left out", soft_wrap=True)
     n = len(pairs.image)
     console.print(f"{source}: {n:,} pairs, {len(grid.arms)} objectives", soft_wrap=True)
-    widest = max(grid.widths_for(n), default=0)
-    if (takes := 8 * _MATRICES * widest**2) > _LARGE:
-        console.print(f"note: a width of {widest:,} takes about {takes / 2**30:,.1f} GiB", soft_wrap=True)
+    announce_memory(max(grid.widths_for(n)))
 
 
 def _batches(table: DataFrame) -> str:
