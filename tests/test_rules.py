@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import math
 import random
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,20 +160,22 @@ def test_a_rule_finds_what_was_broken_and_nothing_else(broken: Broken, tmp_path:
     check_elsewhere(view)
 
 
-def options(command: str) -> Iterator[str]:
+@functools.cache  # building the commands takes longer than anything else here
+def options() -> frozenset[str]:
+    """Every flag of the commands that remedies name."""
     from typer.main import get_command
 
     from gradscope.cli import app
 
-    for parameter in get_command(app).commands[command].params:  # type: ignore[attr-defined]
-        yield from parameter.opts
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    named = ("train", "what-if", "check", "diagnose")
+    return frozenset(flag for name in named for parameter in commands[name].params for flag in parameter.opts)
 
 
 def check_words(finding: Finding) -> None:
     """Every flag, --set key and command in the words of a finding is one of ours."""
     words = f"{finding.cause} {finding.action} {finding.verify}"
-    known = {option for command in ("train", "what-if", "check", "diagnose") for option in options(command)}
-    assert not set(re.findall(r"--[a-z][a-z-]+", words)) - known
+    assert not set(re.findall(r"--[a-z][a-z-]+", words)) - options()
     recipe = dataclasses.asdict(resolve({}, {}))
     for table, key in re.findall(r"--set (\w+)\.(\w+)", words):
         assert key in recipe[table]
