@@ -51,7 +51,7 @@ MOST_PAIRS = 8192
 CELL = ("objective", "precision", "loss_scale", "scale", "width")
 _MEANS = ("residual", "residual_median", "rows_below_1e-3", "violated", "effective_rows")
 #: SigLIP's best bias is found on the first batches of an arm, up to so many cells.
-_BIAS_CELLS = 1 << 22
+_BIAS_CELLS = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
