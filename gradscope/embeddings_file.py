@@ -9,6 +9,7 @@ How it can mislead: captions are kept as digests only, so a dump per query names
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from gradscope.evaluate import Embedded
 from gradscope.metrics.ranks import check_gallery
@@ -65,6 +67,34 @@ def save_embeddings(path: Path, embedded: Embedded, protocol: Protocol) -> None:
     metadata = {"schema": SCHEMA, "version": VERSION, "protocol": json.dumps(protocol.facts(), ensure_ascii=False)}
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
     partial.replace(path)
+
+
+def save_pairs(
+    path: str | Path, image: Tensor, text: Tensor, image_of_text: Tensor | None = None, *, encoder: str = "another loop's"
+) -> None:
+    """Embeddings of any two towers, for ``what-if``, ``audit``, ``embedding-geometry`` and ``eval``.
+
+    Args:
+        image, text: [N, D] and [M, D]; normalised here.
+        image_of_text: int64 [M], the row of ``image`` that each row of ``text`` belongs to; None pairs row i with row i.
+        encoder: what the rows came from, printed beside every number.
+
+    Raises:
+        ValueError: shapes that do not belong together; a name that does not end in .safetensors.
+    """
+    owner = torch.arange(len(text)) if image_of_text is None else image_of_text.cpu()
+    if image_of_text is None and len(image) != len(text):
+        raise ValueError(f"{len(image)} and {len(text)} rows do not pair up; give image_of_text, or one row of text for each image")
+    image, text = (F.normalize(rows.detach().float().cpu(), dim=1) for rows in (image, text))
+    check_gallery(image, text, owner)
+    rows = tuple(map(str, range(len(text))))
+    digests = tuple(hashlib.sha256(row.encode()).hexdigest() for row in rows)
+    embedded = Embedded(ids=rows[: len(image)], image=image, text=text, image_of_text=owner, truncated=0, digests=digests)
+    protocol = Protocol(
+        encoder=encoder, data="rows as given", split="all", sha256="", images=len(image), captions=len(text), expected=len(image),
+        missing=0, bad=0, context=0, truncated=0, preprocessing="not known", precision="fp32 rows as given",
+    )  # fmt: skip
+    save_embeddings(Path(path), embedded, protocol)
 
 
 def load_embeddings(path: str | Path) -> tuple[Embedded, Protocol]:

@@ -95,6 +95,7 @@ class Probe:
         precision: of the towers, "fp32", "bf16" or "fp16", where a library turns autocast on inside the model's forward; None takes
             what is on when the model is called.
         first_step: the number of the next step; above 1 the run in ``output`` is continued.
+        sinks: "tensorboard", "wandb", "mlflow", joined with commas: where readings are sent beside ``output``.
 
     Raises:
         ValueError: unknown set, objective or direction; no trainable parameters; an ``output`` that holds something else.
@@ -120,6 +121,7 @@ class Probe:
         scale_max: float | None = None,
         precision: str | None = None,
         first_step: int = 1,
+        sinks: str = "",
     ) -> None:
         _check(every, trained, margin, directions or DIRECTIONS, second_backward, probe_set, first_step)
         self.model, self.loss, self.scaler = model, loss, scaler
@@ -152,7 +154,7 @@ class Probe:
         self.epoch = 1
         #: Readings of the last probed step: (quantity, term, key) -> value.
         self.last: dict[tuple[str, str, str], Any] = {}
-        self._log = ProbeLog(output, probe_set, trained, gamma, margin, every, first_step)
+        self._log = ProbeLog(output, probe_set, trained, gamma, margin, every, first_step, sinks)
         self._first = first_step
         self._index, self._samples = first_step - 1, 0
         self._micro = 0  # forward passes seen since the last step of the optimizer

@@ -162,3 +162,19 @@ def test_the_protocol_says_everything_in_words() -> None:
     ):  # fmt: skip
         assert words in text
     assert "one caption each" in replace(facts, captions=9).sentences()[0]
+
+
+def test_pairs_of_any_two_towers_are_read_by_the_commands(tmp_path):
+    import torch
+
+    from gradscope.embeddings_file import load_embeddings, save_pairs
+
+    image, text = torch.randn(5, 4), 3 * torch.randn(5, 4)
+    save_pairs(tmp_path / "mine.safetensors", image, text, encoder="mine")
+    embedded, protocol = load_embeddings(tmp_path / "mine.safetensors")
+    assert protocol.encoder == "mine"
+    assert torch.allclose(embedded.text, torch.nn.functional.normalize(text, dim=1))
+    assert embedded.image_of_text.tolist() == [0, 1, 2, 3, 4]
+    for wrong in ((image, text[:3]), (image, text[:, :2]), (image[0], text)):
+        with pytest.raises(ValueError, match=r"pair up|shapes"):
+            save_pairs(tmp_path / "wrong.safetensors", *wrong)

@@ -452,3 +452,14 @@ def test_a_loop_that_never_steps_is_told_so(capsys: pytest.CaptureFixture[str]) 
     with Probe(model, every=1):
         info_nce(*model(*batch(0))).backward()
     assert "no optimizer stepped" in " ".join(capsys.readouterr().err.split())
+
+
+def test_readings_reach_a_sink(tmp_path: Any) -> None:
+    model = Towers()
+    with Probe(model, output=tmp_path / "run", every=1, sinks="tensorboard"):
+        run(model, sgd(model), steps=2)
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+    with pytest.raises(ValueError, match="give output"):
+        Probe(model, sinks="tensorboard")
+    with pytest.raises(ValueError, match="unknown sink"):
+        Probe(model, sinks="tensorbord", output=tmp_path / "other")

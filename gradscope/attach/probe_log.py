@@ -16,6 +16,8 @@ import tomli_w
 from gradscope import distributed
 from gradscope.provenance import provenance
 from gradscope.runlog import RunLog, is_run
+from gradscope.sinks import require
+from gradscope.sinks.feed import open_feeds
 
 
 class ProbeLog:
@@ -25,11 +27,23 @@ class ProbeLog:
     """
 
     def __init__(
-        self, output: str | Path | None, probe_set: str, trained: str, gamma: float, margin: str, every: int, first_step: int
+        self,
+        output: str | Path | None,
+        probe_set: str,
+        trained: str,
+        gamma: float,
+        margin: str,
+        every: int,
+        first_step: int,
+        sinks: str,
     ) -> None:
         self.output = None if output is None or distributed.rank() else Path(output)
         self.width = 0
         self.precision = ""
+        self.sinks = sinks
+        require(sinks)
+        if sinks and output is None:
+            raise ValueError(f"sinks '{sinks}' show what a run directory holds; give output= too")
         self.first_step = first_step
         self._written = first_step - 1
         self.rows = 0  # steps whose readings were written
@@ -56,6 +70,8 @@ class ProbeLog:
             for line in self._said:
                 self._log.console(line)
             self._said = []
+            for feed in open_feeds(self.sinks, self._log.path, self._tables, everything=False, say=self.say):
+                self._log.listen(feed)
         return self._log
 
     def write(

@@ -158,10 +158,11 @@ def _errors(run: Run) -> pd.DataFrame:
         splits = ", ".join(sorted(set(evals["split"]))) or "none"
         raise ValueError(
             f"{run.path} has no R@1 on the split val (evaluated: {splits}); train it with a data set that has one, or "
-            "with --set data.val_share=0.05."
+            "with --set data.val_share=0.05; in a loop of your own call probe.log_recall after each evaluation."
         )
     chosen = chosen[chosen["dataset"] == chosen["dataset"].iloc[0]]  # the first data set validated on
-    error = {"value": 100 * (1 - chosen["value"]), "low": 100 * (1 - chosen["high"]), "high": 100 * (1 - chosen["low"])}
+    recall = chosen[["value", "low", "high"]].astype(float)  # a loop that is not ours may log no interval
+    error = {"value": 100 * (1 - recall["value"]), "low": 100 * (1 - recall["high"]), "high": 100 * (1 - recall["low"])}
     kept = chosen[["step", "epoch", "direction"]].assign(n=chosen["n_queries"], **error)
     return _named(kept, run, "c", "error_percent", trained_with(run))
 
