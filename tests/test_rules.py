@@ -321,7 +321,7 @@ class Loop:
         towers = Towers(scale=self.scale)
         self.change(towers)
         optimizer = torch.optim.AdamW(self.held(towers).parameters(), lr=self.lr)
-        with Probe(towers, output=path, every=1, **{"probe_set": "full", **self.probe}):
+        with Probe(towers, output=path, every=1, **{"probe_set": "full", "second_backward": False, **self.probe}):
             for step in range(self.steps):
                 x = torch.randn(self.width, 64, generator=generator)
                 y = x + self.noise * torch.randn(self.width, 64, generator=generator)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
-from gradscope.rules.saturated import residual_evidence, share_evidence, under_1e3
-from gradscope.run_view import Evidence, View
+from gradscope.rules.saturated import residual_evidence, share_evidence, under_1e3, width_evidence
+from gradscope.run_view import View
 from gradscope.verdict import SATURATED
 
 #: From this width on a saturated softmax is no longer put down to its width (2,000 scenes: 80 % saturated at 16, 0 % at 128).
@@ -45,7 +45,7 @@ class NarrowSoftmax:
         return found(
             self,
             share_evidence(view, window),
-            Evidence(what="softmax width", value=width, unit="candidates", where="the run's provenance or --width"),
+            width_evidence(view),
             *where_measured(lambda: residual_evidence(view, self.least)),
             cause=f"Each anchor is compared with {width - 1} random captions, and for most it is already right by a wide gap.",
             action=f"{kept} --accumulate-mode cached (one softmax over the whole step, at the same memory), or {margin} at this width.",

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
 from gradscope.rules.gs001_narrow_softmax import WIDE
-from gradscope.rules.saturated import residual_evidence, share_evidence, under_1e3
-from gradscope.run_view import Evidence, View
+from gradscope.rules.saturated import residual_evidence, share_evidence, under_1e3, width_evidence
+from gradscope.run_view import View
 from gradscope.verdict import SATURATED
 
 
@@ -40,7 +40,7 @@ class SaturatedThoughWide:
         return found(
             self,
             share_evidence(view, window),
-            Evidence(what="softmax width", value=width, unit="candidates", where="the run's provenance or --width"),
+            width_evidence(view),
             *where_measured(lambda: residual_evidence(view, self.least)),
             cause="Random negatives of this data no longer confuse the model: it has learned them, or memorised the training set.",
             action=f"Look at the validation first. To go on: {margin}, batches of similar captions, harder data, or stop earlier.",

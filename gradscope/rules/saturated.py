@@ -28,6 +28,11 @@ def share_evidence(view: View, window: Window) -> Evidence:
     return window.evidence(f"share of {what} with a loss under 1e-3", window.mean())
 
 
+def width_evidence(view: View) -> Evidence:
+    where = "the run's provenance" if view.kind == "run" else "--width, or params.txt beside the log"
+    return Evidence(what="softmax width", value=view.known_width, unit="candidates", where=where)
+
+
 def residual_evidence(view: View, least: int) -> Evidence:
     """As the verdict takes it: by direction the median of the batches' log10 of the mean residual, then the mean of both."""
     series = [s for s in view.directions("residual", "log10_mean", view.term) if len(s.values)]
