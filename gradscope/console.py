@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Console(RichConsole):
+    """What is printed with ``soft_wrap=True`` is one line for a program that reads it; a person's terminal breaks it between words.
+
+    A word longer than the terminal, such as a path, stays whole, so that it can be copied.
+    """
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **looks: Any) -> None:
+        if not soft_wrap or not self.is_terminal:
+            super().print(*objects, soft_wrap=soft_wrap, **looks)
+        elif all(isinstance(o, str) for o in objects):
+            super().print(_between_words(" ".join(objects), self.width), soft_wrap=True, **looks)
+        else:
+            super().print(*objects, **looks)
+
+
+def _between_words(text: str, width: int) -> str:
+    """Each line of ``text`` broken between words, at its own indent. rich would break or cut a long path."""
+    broken = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        whole: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+        broken.append(textwrap.fill(line, width, subsequent_indent=indent, **whole))
+    return "\n".join(broken)
+
 
 #: Messages and progress go to stderr, so that a table on stdout can be piped. Without markup: "[...]" in a path or caption is text.
 console = Console(stderr=True, highlight=False, markup=False)
@@ -14,7 +42,7 @@ out = Console(highlight=False, markup=False)
 
 
 def bar(*columns: TextColumn) -> Progress:
-    """A progress bar with a count, the time gone and the time left; ``columns`` are drawn at its end."""
+    """A progress bar with a count, the time gone and the time left; ``columns`` are drawn at its end. Nothing where nobody sees it."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -25,6 +53,7 @@ def bar(*columns: TextColumn) -> Progress:
         *columns,
         console=console,
         transient=True,
+        disable=not console.is_interactive,
     )
 
 
