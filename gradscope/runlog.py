@@ -336,14 +336,20 @@ class Run:
     def _missing(self, quantity: str, key: str, term: str) -> str:
         wanted = f"{self.path} has no reading '{quantity}' key '{key}'" + (f" of term '{term}'" if term else "")
         if self.readings.empty:
-            return f"{wanted}: it has no readings at all; run gradscope train with --log-grads to record them."
+            return f"{wanted}: it has no readings at all; {self._remedy(small=True, both=False)}."
         same = self.readings[self.readings["quantity"] == quantity]
         there = {f"{k}/{t}" if t else str(k) for k, t in zip(same["key"], same["term"], strict=True)}
         found = ", ".join(sorted(there or set(self.readings["quantity"])))
-        both = " --set probe.second_backward=true" if there else ""  # what the other objective's gradients need
         small = self.recipe.get("probe", {}).get("set", "full") != "full"
-        larger = " --probe-set full" if small else both
-        return f"{wanted}, only {found}; run gradscope train with --log-grads{larger} to record it."
+        return f"{wanted}, only {found}; {self._remedy(small=small, both=bool(there) and not small)}."
+
+    def _remedy(self, *, small: bool, both: bool) -> str:
+        """What would record it, in the words of whoever made the run; ``both``: the other objective's gradients may be missing."""
+        if "loop" in self.provenance:  # gradscope.Probe
+            set_ = ', probe_set="full"' if small or both else ""
+            return f"attach gradscope.Probe(..., output=...{set_}{', second_backward=True' if both else ''}) to record it"
+        set_ = " --probe-set full" if small else ""
+        return f"run gradscope train with --log-grads{set_}{' --set probe.second_backward=true' if both else ''} to record it"
 
 
 class Tail:

@@ -268,6 +268,19 @@ def test_a_missing_reading_names_the_setting(tmp_path: Path) -> None:
         Run(log.path).reading("loss", "true", "infonce")
 
 
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_reading_of_a_larger_set_is_named_in_the_words_of_who_made_the_run(tmp_path: Path, loop: bool) -> None:
+    """Whoever trained by the command is told a flag, whoever attached gradscope.Probe an argument."""
+    facts = {"loop": "not gradscope's"} if loop else {}
+    with RunLog.create(tmp_path / "run", recipe_toml='[probe]\nset = "default"\n', provenance=facts) as log:
+        log.write_steps([step_row(1)])
+        log.write_readings([reading_row(1, 0.5)])
+    with pytest.raises(ValueError, match="has no reading 'sketch'") as said:
+        Run(log.path).reading("sketch", "counts.image", "total")
+    assert ('probe_set="full"' in str(said.value)) == loop
+    assert ("--log-grads --probe-set full" in str(said.value)) == (not loop)
+
+
 def test_a_reading_comes_with_its_epoch(tmp_path: Path) -> None:
     with create(tmp_path / "run") as log:
         log.write_steps(step_row(step) for step in (5, 15))
