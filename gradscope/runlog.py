@@ -340,8 +340,8 @@ class Run:
         same = self.readings[self.readings["quantity"] == quantity]
         there = {f"{k}/{t}" if t else str(k) for k, t in zip(same["key"], same["term"], strict=True)}
         found = ", ".join(sorted(there or set(self.readings["quantity"])))
-        small = self.recipe.get("probe", {}).get("set", "full") != "full"
-        return f"{wanted}, only {found}; {self._remedy(small=small, both=bool(there) and not small)}."
+        small = not there or self.recipe.get("probe", {}).get("set", "full") != "full"
+        return f"{wanted}, only {found}; {self._remedy(small=small, both=not small)}."
 
     def _remedy(self, *, small: bool, both: bool) -> str:
         """What would record it, in the words of whoever made the run; ``both``: the other objective's gradients may be missing."""

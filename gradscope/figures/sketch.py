@@ -47,6 +47,7 @@ def sketch(run: Run) -> tuple[Figure, DataFrame]:
             _zeros(grid[1, column], own)
             grid[0, column].set_title(TOWERS[tower])
             grid[1, column].set_xlabel("step")
+            _step_axis(grid[1, column], own)
         grid[0, 0].set_ylabel("gradient entry")
         grid[1, 0].set_ylabel("zeros")
         figure.align_ylabels()
@@ -110,17 +111,26 @@ def _zeros(axes: Axes, frame: DataFrame) -> None:
     import numpy as np
 
     zeros = frame[frame["sign"] == 0].sort_values("step")
-    width = np.diff(_edges(zeros["step"].to_numpy()))
-    axes.bar(zeros["step"], zeros["share"], width=width, color="#7F7F7F", linewidth=0)
+    edges = _edges(zeros["step"].to_numpy())
+    axes.bar(edges[:-1], zeros["share"], width=np.diff(edges), align="edge", color="#7F7F7F", linewidth=0)
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.5, 1], ["0", "", "1"])
 
 
+def _step_axis(axes: Axes, frame: DataFrame) -> None:
+    """From the first measured step on, in whole steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    edges = _edges(frame["step"].drop_duplicates().sort_values().to_numpy())
+    axes.set_xlim(edges[0], edges[-1])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+
+
 def _edges(steps: Any) -> Any:
-    """Column edges halfway between steps, [steps + 1]."""
+    """Column edges halfway between steps, [steps + 1]; nothing lies before the first step."""
     import numpy as np
 
     if len(steps) == 1:
         return np.array([steps[0] - 0.5, steps[0] + 0.5])
     half = np.diff(steps) / 2
-    return np.concatenate([[steps[0] - half[0]], steps[:-1] + half, [steps[-1] + half[-1]]])
+    return np.concatenate([[steps[0] - 0.5], steps[:-1] + half, [steps[-1] + half[-1]]])
