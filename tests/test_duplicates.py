@@ -187,7 +187,7 @@ def test_loss_residual_gap_and_saturation_without_the_excluded() -> None:
         losses = []
         for direction, logits in (("i2t", raw), ("t2i", raw.T)):
             cosine = scores.cosine.double().numpy() if direction == "i2t" else scores.cosine.double().numpy().T
-            residuals, gaps, shares, numbers, beaten = [], [], [], [], []
+            residuals, gaps, low, high, numbers, beaten = [], [], [], [], [], []
             for i in range(8):
                 left = [j for j in range(8) if j != i and not excluded[i, j]]
                 others = np.exp(logits[i, left] - logits[i, i])
@@ -195,12 +195,14 @@ def test_loss_residual_gap_and_saturation_without_the_excluded() -> None:
                 losses.append(np.log1p(others.sum()))
                 gaps.append(cosine[i, i] - cosine[i, left].max())
                 beaten.append(logits[i, i] < logits[i, left].max())
-                nearest = left[int(np.argmax(captions[i, left]))]
-                shares.append(np.exp(logits[i, nearest] - logits[i, i]) / others.sum())
+                tied = others[captions[i, left] > captions[i, left].max() - 1e-6] / others.sum()  # repeated captions are equally near
+                low.append(tied.min())
+                high.append(tied.max())
                 p = others / others.sum()
                 numbers.append(math.exp(-(p * np.log(p)).sum()))
             assert values["residual", term, f"mean.{direction}"] == pytest.approx(np.mean(residuals), rel=1e-4)
-            assert values["residual", term, f"share_top1_by_caption.{direction}"] == pytest.approx(np.mean(shares), rel=1e-4)
+            share = values["residual", term, f"share_top1_by_caption.{direction}"]
+            assert np.mean(low) * (1 - 1e-4) <= share <= np.mean(high) * (1 + 1e-4)
             assert values["residual", term, f"effective_negatives.{direction}"] == pytest.approx(np.mean(numbers), rel=1e-4)
             assert values["saturation", term, f"rows_below_1e-3.{direction}"] == np.mean(np.array(residuals) < 1e-3)
             assert values["gap", "", f"mean.{direction}"] == pytest.approx(np.mean(gaps), abs=1e-6)
