@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from gradscope.cli import app, main
 from gradscope.cli.sweep import _table as sweep_table
+from gradscope.cli.train import KEYS
 from gradscope.console import out as printed
+from gradscope.recipe import resolve
 
 COMMANDS = [
     *("audit", "train", "sweep", "eval", "compare", "diagnose", "check", "probe", "zeros", "what-if"),
@@ -41,6 +47,61 @@ def test_every_help_has_an_example_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().split(",") == sorted(COMMANDS)
+
+
+def every_help(width: int) -> dict[str, str]:
+    """The help of every command and subcommand, in a terminal of ``width`` columns."""
+    helps = {}
+
+    def visit(words: list[str], command: Any) -> None:
+        result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": str(width)})
+        assert result.exit_code == 0, (words, result.output)
+        helps[" ".join(words)] = result.output
+        for name, inner in getattr(command, "commands", {}).items():
+            visit([*words, name], inner)
+
+    visit([], get_command(app))
+    return helps
+
+
+def test_every_help_says_defaults_in_one_style():
+    """(default: X), never in square brackets or as a sentence."""
+    for name, text in every_help(200).items():
+        for wrong in ("[default", "Default:", "by default", "(default: (", "(default: None", "(default: )"):
+            assert wrong not in text, (name, wrong)
+
+
+def test_every_help_fits_eighty_columns():
+    for name, text in every_help(80).items():
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= 80, name
+        for line in lines:  # a table's rows end at its frame
+            assert not line.startswith("│") or (line.endswith("│") and len(line) == 80), (name, line)
+
+
+def test_the_defaults_that_train_names_are_those_of_a_recipe():
+    """Its flags default to None, "not given"; what its help says is written by hand."""
+    settings = dataclasses.asdict(resolve({}, {}))
+    parameters = {parameter.name: parameter for parameter in get_command(app).commands["train"].params}
+    named = 0
+    for name, key in KEYS.items():
+        table, _, entry = key.partition(".")
+        said = re.search(r"\(default: (.*)\)$", parameters[name].help)
+        if said and (key, said[1]) not in ARE_WORDS:
+            value = 0.5 if name == "gamma" else "live" if name == "margin" else settings[table][entry]  # of hn
+            assert (float(said[1]) if isinstance(value, int | float) else said[1]) == value, name
+            named += 1
+        assert said or not settings[table][entry] or name in HAVE_NONE, (name, settings[table][entry])
+    assert named > 20
+
+
+#: Defaults that are no value of the setting, and flags whose setting needs no word.
+ARE_WORDS = {
+    ("data.folder", "$GRADSCOPE_DATA, the cache"),
+    ("data.encoding", "utf-8"),
+    ("train.checkpoint_every", "one per epoch"),
+}
+HAVE_NONE = {"accumulate_mode"}
 
 
 def test_the_installed_command_answers():
@@ -158,14 +219,31 @@ def test_wrong_figures_and_sweeps(cli, tmp_path):
     refused(cli("sweep", "no.toml", "--over", "train.lr=1"), "does not exist")
 
 
-def test_an_interrupt_says_how_to_go_on(cli, monkeypatch):
-    def interrupted(path):
+RESUME = "to continue from the last checkpoint, give the same command with --resume"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (
+            ("sweep", "recipe.toml", "--over", "objective.gamma=0,1"),
+            "what was written is kept; to continue, give the same command again",
+        ),
+        (("train", "--recipe", "recipe.toml"), f"what was written is kept; {RESUME}"),
+        (("train", "--recipe", "recipe.toml", "--resume"), f"what was written is kept; {RESUME}"),
+        (("figure", "4", "run"), "to start again, repeat it"),
+        (("data", "info", "scenes"), "to start again, repeat it"),
+    ],
+)
+def test_an_interrupt_says_how_to_go_on(cli, monkeypatch, words, hint):
+    def interrupted(*values, **named):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradscope.recipe.read", interrupted)
-    code, out, err = cli("sweep", "recipe.toml", "--over", "objective.gamma=0,1")
+    for reader in ("recipe.read", "runlog.Run.__init__", "data.fetch.fetch_folder"):
+        monkeypatch.setattr(f"gradscope.{reader}", interrupted)
+    code, out, err = cli(*words)
     assert code == 130
-    assert "what was written is kept" in err
+    assert err.strip().endswith(f"gradscope: stopped; {hint}.")
     assert "Traceback" not in err + out
 
 

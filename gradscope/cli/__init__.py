@@ -10,6 +10,7 @@ from gradscope.cli.audit import audit
 from gradscope.cli.check import check
 from gradscope.cli.compare import compare
 from gradscope.cli.data import app as data
+from gradscope.cli.defaults import Group
 from gradscope.cli.demo import demo
 from gradscope.cli.diagnose import diagnose
 from gradscope.cli.embedding_geometry import embedding_geometry
@@ -27,9 +28,18 @@ from gradscope.cli.zeros import zeros
 
 #: Typer answers Ctrl-C with this code and no word.
 INTERRUPTED = 130
+#: How to go on after Ctrl-C, by command; the others write nothing before they end.
+GO_ON = {
+    "train": "what was written is kept; to continue from the last checkpoint, give the same command with --resume",
+    "sweep": "what was written is kept; to continue, give the same command again",
+    "data fetch": "what was fetched is kept; to continue, give the same command again",
+    "probe": "checkpoints that were read are kept; choose another --output to start again",
+    "demo": "what was written is kept; choose another --output to start again",
+}
 
 app = typer.Typer(
     name="gradscope",
+    cls=Group,
     help="Why contrastive fine-tuning of a CLIP-style dual encoder stops learning: saturation, gradients, and the repair.",
     epilog="Example: gradscope demo --output runs/demo",
     no_args_is_help=True,
@@ -82,5 +92,9 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            typer.echo("gradscope: stopped; what was written is kept. Continue training with --resume, a sweep as before.", err=True)
+            typer.echo(f"gradscope: stopped; {_go_on(sys.argv[1:])}.", err=True)
         raise
+
+
+def _go_on(words: list[str]) -> str:
+    return next((hint for name, hint in GO_ON.items() if words[: name.count(" ") + 1] == name.split()), "to start again, repeat it")

@@ -26,13 +26,13 @@ _DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
 
 def check(
     data: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A registered data set, or a file or folder.", show_default=False)],
-    split: Annotated[list[str] | None, typer.Option(help="A split; repeat for several. Default: all.", show_default=False)] = None,
+    split: Annotated[list[str] | None, typer.Option(help="A split; repeat for several.", show_default="all")] = None,
     against: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[:SPLIT]", help="Data to look for the records in; repeat.", show_default=False),
     ] = None,
     encoder: Annotated[
-        str | None, typer.Option(help="Whose tokens are counted. Default: CLIP's byte pairs, no weights needed.", show_default=False)
+        str | None, typer.Option(help="Whose tokens are counted.", show_default="CLIP's byte pairs, no weights needed")
     ] = None,
     captions_only: Annotated[bool, typer.Option("--captions-only", help="Leave the pictures alone.")] = False,
     data_dir: DataDir = None,

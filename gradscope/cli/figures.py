@@ -42,7 +42,7 @@ def figure(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for PDF, PNG and CSV; by default figures/ in the first run, or beside the first source."),
+        typer.Option(help="Folder for PDF, PNG and CSV.", show_default="figures/ in the first run, or beside the first source"),
     ] = None,
 ) -> None:
     """Draw a figure from logged numbers alone, as PDF and PNG, with the numbers drawn as CSV.
