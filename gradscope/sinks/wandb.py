@@ -35,6 +35,7 @@ class Wandb:
             name=run.path.resolve().name,
             id=run.id or uuid4().hex[:12],
             resume="allow",
+            mode=os.environ.get("WANDB_MODE") or None,  # W&B itself reads it once a process, at its first run
             dir=str(run.path),
             config=dict(run.recipe),
             settings=wandb.Settings(console="off", silent=True, **_write_often(wandb.Settings)),
