@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from uuid import uuid4
 
 from gradscope.sinks import Destination, sinks
@@ -35,7 +35,7 @@ class Wandb:
             name=run.path.resolve().name,
             id=run.id or uuid4().hex[:12],
             resume="allow",
-            mode=os.environ.get("WANDB_MODE") or None,  # W&B itself reads it once a process, at its first run
+            mode=cast(Any, os.environ.get("WANDB_MODE") or None),  # W&B itself reads it once a process, at its first run
             dir=str(run.path),
             config=dict(run.recipe),
             settings=wandb.Settings(console="off", silent=True, **_write_often(wandb.Settings)),
