@@ -142,7 +142,8 @@ def _report(output: Path, start: Any, arms: Arms, files: list[Path], seconds: fl
 
 def verdict_lines(start: Any, infonce: Any, hn: Any, arms: Arms) -> list[str]:
     """State, cause, remedy: sentences that a person can act on."""
-    from gradscope.verdict import SATURATED, sentences
+    from gradscope.judgement import SATURATED
+    from gradscope.verdict import sentences
 
     lines = sentences(infonce)
     shares = (start.assign(below=start["log10_true"] < -3).groupby("width")["below"].mean()).to_dict()

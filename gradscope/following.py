@@ -6,10 +6,14 @@ How it can mislead: a run in another process is seen up to its last whole line; 
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from gradscope.judgement import window
 from gradscope.runlog import IDENTITY, Run, Tail
 
 #: The readings a live view needs, by quantity; all their terms.
@@ -89,10 +93,22 @@ class Following:
         rows = self._readings.get((quantity, term, key), {})
         return [float(rows[step]["value"]) for step in sorted(rows)]
 
+    def judged(self, quantity: str, key: str, term: str = "") -> list[float]:
+        """The finite values of one reading in the window of ``gradscope.judgement``."""
+        rows = self._readings.get((quantity, term, key), {})
+        steps = sorted(rows)
+        values = np.array([float(rows[step]["value"]) for step in steps])
+        epochs = np.array([float(self._steps.get(step, {}).get("epoch", math.nan)) for step in steps])
+        chosen, _ = window(epochs, values)
+        return values[chosen & np.isfinite(values)].tolist()
+
     def terms(self) -> list[str]:
-        """The objectives that are read, the trained one first."""
+        """The objectives that are read, the trained one first. In a loop that is not ours HN is read beside InfoNCE in any case: it is
+        left out there, unless it is trained or its gradient was asked for."""
         there = [term for quantity, term, _ in self._readings if quantity == "loss"]
         trained = self.run.recipe.get("objective", {}).get("name", "")
+        if "loop" in self.attempts[-1] and trained == "infonce" and ("gradient", "pair", "log10_ratio") not in self._readings:
+            there = [term for term in there if term == trained]
         return sorted(there, key=lambda term: term != trained)
 
     def evals(self, metric: str) -> dict[str, list[float]]:

@@ -1,8 +1,9 @@
 """Gates: thresholds that a run must keep, for CI. Each says its definition, its value and its limit.
 
-The numbers are those of the verdict: over the measured batches of the last epoch, or with ``over="all"`` of the whole run, of the
-trained objective unless another term is named. A gate passes where its value keeps the limit, the limit itself included; a value that
-was not measured, or of which a part is not finite, can neither pass nor fail.
+The numbers are those of the verdict: over the window of ``gradscope.judgement`` (the last epoch; of a run of one, its last quarter), or
+with ``over="all"`` of the whole run, of the trained objective unless another term is named. Of measured batches it takes ``LEAST``.
+A gate passes where its value keeps the limit, the limit itself included; a value that was not measured, or of which a part is not
+finite, can neither pass nor fail.
 
 How it can mislead: a share belongs to a width; a limit that was set at width 16 says nothing at 128.
 This file never imports torch.
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gradscope.diagnose import Diagnosis
+from gradscope.judgement import LEAST
 from gradscope.rules import SEVERITIES
 from gradscope.run_view import Series, Unmeasured, View, Window
 
@@ -165,7 +167,7 @@ def _outcome(gate: Gate, view: View, limit: float, over: str, term: str) -> Outc
         every = gate.series(view, term)
         there = [series for series in every if len(series.values)] or every  # a loss of one direction has only that
         whole = over == "all" or gate.name == "min-recall"
-        windows = [series.whole() if whole else series.last_epoch() for series in there]
+        windows = [_window(series, whole) for series in there]
         mean = sum(gate.summary(window) for window in windows) / len(windows)
         value, detail = 10**mean if gate.log10 else mean, "; ".join(window.where for window in windows)
         if left_out := sum(window.left_out for window in windows):
@@ -175,6 +177,11 @@ def _outcome(gate: Gate, view: View, limit: float, over: str, term: str) -> Outc
     if value is not None and math.isfinite(value):
         state = "passed" if (value <= limit if gate.largest else value >= limit) else "failed"
     return Outcome(name=gate.name, definition=gate.definition, state=state, value=value, limit=limit, unit=gate.unit, detail=detail)
+
+
+def _window(series: Series, whole: bool) -> Window:
+    least = LEAST if series.unit == "measured batches" else 1
+    return series.whole(least) if whole else series.recent(least)
 
 
 def findings_outcome(diagnosis: Diagnosis, severity: str) -> Outcome:

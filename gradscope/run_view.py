@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradscope.judgement import window
 from gradscope.runlog import Run
 from gradscope.types import DIRECTIONS
 from gradscope.verdict import TERMS
@@ -89,20 +90,8 @@ class Series:
 
     def recent(self, least: int = 1) -> Window:
         """The finite values of the last epoch (or quarter), or the last ``least``. Raises Unmeasured if there are fewer in all."""
-        finite = np.isfinite(self.values)
-        known = self.epochs[finite & np.isfinite(self.epochs)]
-        if len(np.unique(known)) > 1:
-            chosen, words = self.epochs == known.max(), f"epoch {known.max():g}"
-        else:
-            chosen, words = np.arange(len(self.values)) >= len(self.values) * 3 // 4, "last quarter"
-        if (chosen & finite).sum() < least:
-            chosen, words = np.isin(np.arange(len(self.values)), np.flatnonzero(finite)[-least:]), "end of the run"
+        chosen, words = window(self.epochs, self.values, least)
         return self._window(chosen, least, words)
-
-    def last_epoch(self) -> Window:
-        """The finite values of the last epoch alone, as the verdict takes them."""
-        known = self.epochs[np.isfinite(self.epochs)]
-        return self._window(self.epochs == known.max() if known.size else np.ones(len(self.values), dtype=bool), 1, "last epoch")
 
     def _window(self, chosen: np.ndarray, least: int, words: str) -> Window:
         values = self.values[chosen & np.isfinite(self.values)]

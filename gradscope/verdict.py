@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from gradscope.judgement import LEAST, ONE_CANDIDATE, saturation_state, window
 from gradscope.metrics.crossing import Crossing, crossing
 from gradscope.runlog import Run
+from gradscope.types import DIRECTIONS
 
-#: A run is called saturated if at least half of the measured batches of its last epoch are under 1e-3.
-SATURATED = 0.5
 #: A run is called guessing if the median InfoNCE loss of its last epoch is at least this share of ln(width).
 CHANCE = 0.95
 TERMS = ("infonce", "hn")
@@ -43,12 +45,19 @@ class Summary:
     cosine: tuple[float, float] | None  # mean and sd between the two gradients, over the batches where both are non-zero
     cosine_undefined: int  # measured batches where it is not defined
 
+    judged: tuple[float, float, int]  # shares of batches and anchors under 1e-3 in the window that is judged, and its batches
     at_chance: bool = False  # the last epoch's InfoNCE loss is that of guessing
     budget: str = ""  # that thinned the cadence
 
     @property
     def saturated(self) -> bool:
-        return self.below[self.trained][-1] >= SATURATED
+        return self.state == "SATURATED"
+
+    @property
+    def state(self) -> str:
+        """The word of ``gradscope.judgement``."""
+        batches, anchors, judged = self.judged
+        return saturation_state(batches, anchors, judged=judged)
 
 
 ZERO_KEYS = (
@@ -86,7 +95,8 @@ def summarise(path: Path) -> Summary:
         width=int(run.provenance["width"]),
         every=_every(run),
         budget=run.recipe["probe"].get("budget", ""),
-        at_chance=10 ** _by_epoch(run, "loss", "log10_true", "infonce", "median")[-1] >= CHANCE * math.log(run.provenance["width"]),
+        at_chance=run.provenance["width"] > 1
+        and 10 ** _by_epoch(run, "loss", "log10_true", "infonce", "median")[-1] >= CHANCE * math.log(run.provenance["width"]),
         measured=tuple(int(n) for n in _by_epoch(run, "saturation", "below_1e-3", trained, "count")),
         below={term: _by_epoch(run, "saturation", "below_1e-3", term, "mean") for term in TERMS},
         crossings=crossings,
@@ -97,7 +107,20 @@ def summarise(path: Path) -> Summary:
         ratio=ratio,
         cosine=pairs,
         cosine_undefined=undefined,
+        judged=_judged(run, trained),
     )
+
+
+def _judged(run: Run, trained: str) -> tuple[float, float, int]:
+    """Shares of measured batches and of anchors under 1e-3 in the window of the verdict, and the batches it holds."""
+    below = run.reading("saturation", "below_1e-3", trained).sort_values("step")
+    values = below["value"].astype(float).to_numpy()
+    chosen, _ = window(below["epoch"].astype(float).to_numpy(), values)
+    chosen &= np.isfinite(values)
+    steps = set(below["step"][chosen])
+    rows = [run.reading("saturation", f"rows_below_1e-3.{d}", trained) for d in DIRECTIONS]
+    anchors = [frame.loc[frame["step"].isin(steps), "value"].astype(float).mean() for frame in rows]
+    return float(values[chosen].mean()) if chosen.any() else math.nan, float(sum(anchors) / len(anchors)), int(chosen.sum())
 
 
 def _by_epoch(run: Run, quantity: str, key: str, term: str, how: str) -> tuple[float, ...]:
@@ -141,11 +164,8 @@ def sentences(summary: Summary) -> list[str]:
     term = summary.trained
     name = "InfoNCE" if term == "infonce" else f"HN (gamma {summary.gamma:g})"
     share = summary.below[term]
-    state = "SATURATED" if summary.saturated else "not saturated"
-    lines = [
-        f"{name} at width {summary.width}: {state}. {share[-1]:.0%} of the measured batches of the last epoch are under 1e-3 "
-        f"(by epoch: {', '.join(f'{s:.0%} of {n}' for s, n in zip(share, summary.measured, strict=True))})."
-    ]
+    by_epoch = ", ".join(f"{s:.0%} of {n}" for s, n in zip(share, summary.measured, strict=True))
+    lines = [f"{name} at width {summary.width}: {_state(summary)} (batches under 1e-3 by epoch: {by_epoch})."]
     if summary.at_chance:
         lines.append(
             f"InfoNCE sits at chance, ln {summary.width} = {math.log(summary.width):.2f}, or above: the model is guessing. See whether "
@@ -169,6 +189,15 @@ def sentences(summary: Summary) -> list[str]:
             "a loss that it keeps up is active, which is not yet learning."
         )
     return lines
+
+
+def _state(summary: Summary) -> str:
+    if summary.width == 1:
+        return ONE_CANDIDATE
+    batches, anchors, judged = summary.judged
+    if judged < LEAST:
+        return summary.state
+    return f"{summary.state}. {batches:.0%} of the last {judged} measured batches and {anchors:.0%} of their anchors are under 1e-3"
 
 
 def _zero_lines(zeros: dict[str, float]) -> list[str]:
@@ -205,28 +234,27 @@ def _when(found: Crossing) -> str:
 
 def summary_table(summaries: Sequence[Summary]) -> Any:
     """A rich table: one row per run and epoch, readings of both objectives along that run's trajectory."""
+    from rich import box
     from rich.table import Table
 
+    widths = {s.width for s in summaries}
     table = Table(
-        title="Readings by epoch",
-        caption="each row along the trajectory of the run in the first column; shares of measured batches",
+        title="Readings by epoch" + (f", width {widths.pop()}" if len(widths) == 1 else ""),
+        caption="Each row along the trajectory of its own run; < 1e-3: share of measured batches with a smaller loss; residual: median.",
         title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
     )
-    headings = ("run", "epoch", "InfoNCE < 1e-3", "HN >= 1e-3", "residual InfoNCE", "residual HN", "norm HN / InfoNCE")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table.add_column("run", overflow="fold")  # of all columns the only one that may give way
+    for heading in ("epoch", *(f"{name}\n{what}" for what in ("< 1e-3", "residual") for name in ("InfoNCE", "HN"))):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("norm HN\n/ InfoNCE", justify="right", no_wrap=True)
     for s in summaries:
+        name = s.path.resolve().name + ("" if len({t.width for t in summaries}) == 1 else f" ({s.width} wide)")
         for i in range(len(s.below["infonce"])):
-            ratio = f"{s.ratio[i]:.3g}" if s.ratio else "not measured"
-            table.add_row(
-                f"{s.path.name} (width {s.width})",
-                str(i + 1),
-                f"{s.below['infonce'][i]:.0%}",
-                f"{1 - s.below['hn'][i]:.0%}",
-                f"{s.residual['infonce'][i]:.1e}",
-                f"{s.residual['hn'][i]:.1e}",
-                ratio,
-            )
+            shares = [f"{s.below[term][i]:.0%}" for term in TERMS]
+            residuals = [f"{s.residual[term][i]:.1e}" for term in TERMS]
+            table.add_row(name, str(i + 1), *shares, *residuals, f"{s.ratio[i]:.3g}" if s.ratio else "not read")
     return table
 
 

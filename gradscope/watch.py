@@ -1,8 +1,8 @@
 """A live view of a run: curves of loss and residual in one line each, saturation, zeros, scale, cost, findings, time left.
 
 The same panel follows a run of another process (``gradscope watch``) and stands in for the progress bar of ``gradscope train``.
-Shares are over the last ``WINDOW`` measured batches. Curves are drawn between their own smallest and largest value, which the numbers
-beside them give; × marks values that are not finite.
+Shares of the table are over the last ``WINDOW`` measured batches; the state below it is that of ``gradscope.judgement``.
+Curves are drawn between their own smallest and largest value, which the numbers beside them give; × marks values that are not finite.
 How it can mislead: every curve has a scale of its own, so two lines compare in shape only; a window of few batches moves in jumps.
 Findings are those of ``gradscope diagnose``, and lag behind by up to a hundred times what it costs to look for them.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradscope.following import Following
+from gradscope.judgement import ONE_CANDIDATE, saturation_state
 from gradscope.sparkline import sparkline
 from gradscope.types import DIRECTIONS
-from gradscope.verdict import SATURATED
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WINDOW = 20  # measured batches
 TALL = 36  # lines
+NARROW = 80  # columns that a table of both objectives takes
 NAMES = {"infonce": "InfoNCE", "hn": "HN"}
 SILENT_AFTER = 60.0  # seconds without a row, or twenty steps if those take longer
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -55,7 +56,7 @@ class Panel:
         parts.append(curves(run, width - 4, short))
         gap = [] if short else [Text("")]
         if run.terms():
-            parts += [*gap, saturation(run, short), *gap]
+            parts += [*gap, saturation(run, short, narrow=width < NARROW), *gap]
         parts += [Text(line) for line in facts(run)]
         parts += [*gap, self._found(2 if short else 5)]
         return Frame(Group(*parts), box=box.ROUNDED, width=width, title=str(run.path), title_align="left")
@@ -147,14 +148,15 @@ def _series(run: Following, terms: Sequence[str]) -> list[tuple[str, list[float]
     return found
 
 
-def saturation(run: Following, short: bool = False) -> Table:
-    """Rows, batches, effective rows and zeros in the last window, by objective and direction. ``short``: the first rows."""
+def saturation(run: Following, short: bool = False, narrow: bool = False) -> Table:
+    """Rows, batches, effective rows and zeros in the last window, by objective and direction. ``short``: the first rows;
+    ``narrow``: of the trained objective."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column(f"last {min(WINDOW, _measured(run))} measured batches", no_wrap=True)
-    places = [(term, direction) for term in run.terms() for direction in DIRECTIONS]
+    table.add_column(_last(min(WINDOW, _measured(run))), no_wrap=True)
+    places = [(term, direction) for term in run.terms()[: 1 if narrow else None] for direction in DIRECTIONS]
     for term, direction in places:
         table.add_column(f"{NAMES.get(term, term)} {direction}", justify="right", no_wrap=True)
     for label, quantity, key, form in _ROWS[:4] if short else _ROWS:
@@ -186,11 +188,15 @@ def _saturated(run: Following) -> str:
     if not run.terms():
         return ""
     term = run.terms()[0]
-    below = run.reading("saturation", "below_1e-3", term)[-WINDOW:]
+    below = run.judged("saturation", "below_1e-3", term)
+    anchors = [value for d in DIRECTIONS for value in run.judged("saturation", f"rows_below_1e-3.{d}", term)]
     if not below:
         return ""
-    word = "SATURATED" if _mean(below) >= SATURATED else "not saturated"
-    return f"{NAMES.get(term, term)}: {word}, {_mean(below):.0%} of the last {len(below)} measured batches under 1e-3"
+    if run.width() == 1:
+        return ONE_CANDIDATE
+    word = saturation_state(_mean(below), _mean(anchors), judged=len(below))
+    shares = f"{_mean(below):.0%} of batches" + (f" and {_mean(anchors):.0%} of anchors" if anchors else "")
+    return f"{NAMES.get(term, term)}: {word}; {shares} under 1e-3"
 
 
 def _optimizer(run: Following) -> str:
@@ -202,7 +208,7 @@ def _optimizer(run: Following) -> str:
     words += [f"|g| {row['grad_norm']:.2g}"] if row.get("grad_norm") is not None else []
     skipped = sum(run.column("skipped"))
     if row.get("loss_scale") not in (None, 1.0) or skipped:
-        words.append(f"loss scale {row.get('loss_scale')}, {skipped:.0f} steps skipped")
+        words.append(f"loss scale {row.get('loss_scale')}, {skipped:.0f} step{'s' * (skipped != 1)} skipped")
     return " · ".join(words)
 
 
@@ -210,12 +216,18 @@ def _cost(run: Following) -> str:
     cost = run.column("probe_seconds")
     plain = sum(run.column("seconds")) - sum(cost)
     return (
-        f"probe: {sum(cost) / plain:.1%} on top of the plain step, {_measured(run)} batches measured" if sum(cost) and plain > 0 else ""
+        f"probe: {sum(cost) / plain:.1%} on top of the plain step, {_measured(run)} batch{'es' * (_measured(run) != 1)} measured"
+        if sum(cost) and plain > 0
+        else ""
     )
 
 
 def _windowed(run: Following, quantity: str, key: str, term: str, direction: str) -> float:
     return _mean(run.reading(quantity, key.format(direction), term)[-WINDOW:])
+
+
+def _last(count: int) -> str:
+    return f"last {count} measured batches" if count != 1 else "the measured batch"
 
 
 def _measured(run: Following) -> int:

@@ -344,7 +344,9 @@ def test_windows_are_the_last_epoch_or_the_last_so_many() -> None:
     assert "end of the run (4 steps)" in two.recent(4).where
     with pytest.raises(Unmeasured, match="x has 5 steps, at least 6 are needed"):
         two.recent(6)
-    assert two.last_epoch().values.tolist() == [3, 5]
+    assert two.recent(2).left_out == 1
+    broken = series([1, 1, 1, 2, 2, 2], [0, 1, 2, nan, nan, nan])
+    assert (broken.recent(2).values.tolist(), broken.recent(2).left_out) == ([1, 2], 3)
     unknown = series([nan] * 8, list(range(8)))
     assert unknown.recent(2).values.tolist() == [6, 7]
     with pytest.raises(Unmeasured, match="x is not in the log; \\?"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from gradscope.demo import Arms, verdict_lines
 from gradscope.metrics.crossing import crossing
-from gradscope.verdict import TERMS, Summary
+from gradscope.verdict import TERMS, Summary, sentences
 
 ZEROS = {"positive_zero.i2t": 0.25, "positive_zero.t2i": 0.75, "loss_zero_gradient_not": 0.5}
 
@@ -32,6 +33,7 @@ def summary(trained: str, below: float, undefined: int = 0) -> Summary:
         ratio=(1e3,),
         cosine=(0.5, 0.25),
         cosine_undefined=undefined,
+        judged=(below, below, 20),
     )
 
 
@@ -74,6 +76,24 @@ def test_a_win_needs_the_whole_interval(gain: tuple[float, float, float], state:
     assert f"{state}" in lines(0.8, 0.1, gain)
 
 
+@pytest.mark.parametrize(
+    ("judged", "state"),
+    [
+        ((1.0, 1.0, 1), "too few measured batches to judge (1)"),
+        ((0.44, 0.85, 20), "partly saturated. 44% of the last 20 measured batches and 85% of their anchors are under 1e-3"),
+        ((0.0, 0.2, 20), "not saturated. 0% of the last 20"),
+        ((0.5, 0.2, 6), "SATURATED. 50% of the last 6"),
+    ],
+)
+def test_the_state_needs_enough_batches(judged: tuple[float, float, int], state: str) -> None:
+    said = sentences(dataclasses.replace(summary("infonce", 0.0), judged=judged))[0]
+    assert said.startswith(f"InfoNCE at width 16: {state}")
+
+
+def test_one_candidate_is_no_state() -> None:
+    assert "one candidate per softmax: the loss is 0" in sentences(dataclasses.replace(summary("infonce", 1.0), width=1))[0]
+
+
 def test_zeros_crossings_and_undefined_cosines_are_told() -> None:
     text = lines(0.8, 0.1, undefined=3)
     assert "First measured under 1e-3: step 6; under 1e-5: step 6 (read every 5 steps)" in text
@@ -90,7 +110,7 @@ def test_a_run_that_only_guesses_is_told(
     """Random weights at rate 0 sit at ln(width); pretrained ones do not, whatever else is said of them."""
     from gradscope.recipe import resolve
     from gradscope.train import train
-    from gradscope.verdict import sentences, summarise
+    from gradscope.verdict import summarise
 
     name = str(request.getfixturevalue(encoder)) if encoder != "tiny" else encoder
     tables = {

@@ -181,8 +181,36 @@ def test_every_line_fits_and_says_the_numbers(run: Path, width: int):
         losses = following.reading("loss", "log10_true", term)
         assert f"{losses[0]:.1f} → {losses[-1]:.1f}" in text
     assert "25.0 → 50.0" in text
-    assert "loss scale 65536.0, 1 steps skipped" in text
+    assert "loss scale 65536.0, 1 step skipped" in text
     assert "probe: 25.0% on top of the plain step, 30 batches measured" in text
+
+
+def test_a_narrow_terminal_cuts_no_word(run: Path):
+    text = text_of(run, 60)
+    assert {len(line) for line in text.splitlines()} == {60}
+    assert "last 20 measured batches   InfoNCE i2t   InfoNCE t2i" in text
+    assert "…" not in text.partition("\n")[2]
+
+
+def test_a_plain_loop_of_ones_own_shows_its_own_objective(tmp_path: Path):
+    """HN is read beside InfoNCE by every probe: it is shown where it is trained, or its gradient was asked for."""
+    for name, more, shown in (("plain", {}, False), ("asked", {("gradient", "log10_ratio", "pair"): 1.0}, True)):
+        path = hand_run(tmp_path / name, more, facts={"loop": "not gradscope's"})
+        assert ("HN" in text_of(path)) == shown
+
+
+@pytest.mark.parametrize(
+    ("steps", "below", "word"),
+    [
+        (5, 1.0, "too few measured batches to judge (5)"),
+        (40, 1.0, "SATURATED"),
+        (40, 0.3, "partly saturated"),
+        (40, 0.0, "not saturated"),
+    ],
+)
+def test_the_state_is_that_of_the_rules(steps: int, below: float, word: str, tmp_path: Path):
+    readings = {("saturation", "below_1e-3", "*"): below}
+    assert f"InfoNCE: {word}" in text_of(hand_run(tmp_path / "run", readings, steps=steps, every=1))
 
 
 def test_a_low_terminal_shows_what_matters_within_its_lines(run: Path):

@@ -30,7 +30,7 @@ def check(
     max_skipped: Annotated[float | None, typer.Option(help="Largest share of steps that mixed precision skipped.")] = None,
     min_recall: Annotated[float | None, typer.Option(help="Smallest validation R@1 of the last evaluation.")] = None,
     no_findings: Annotated[str | None, typer.Option(help="No finding of this severity or graver: error, warning or note.")] = None,
-    over: Annotated[str, typer.Option(help="Measured batches of the last epoch, or all.")] = "last",
+    over: Annotated[str, typer.Option(help="The last epoch (of one epoch, its last quarter), or all of the run.")] = "last",
     term: Annotated[str | None, typer.Option(help="Whose readings: infonce or hn. (default: the trained one)")] = None,
     mute: Mute = None,
     loss_column: LossColumn = None,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from gradscope.judgement import LEAST
 from gradscope.registry import Registry
 from gradscope.run_view import Evidence, Unmeasured, View
 
@@ -21,7 +22,7 @@ rules: Registry[Any] = Registry("rule", "gradscope.rules")
 SEVERITIES = ("error", "warning", "note")
 
 #: Measured batches below which no rule speaks of a share or a median.
-MEASURED = 6
+MEASURED = LEAST
 #: Logged steps below which no rule speaks of a trend.
 LOGGED = 30
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradscope.judgement import SATURATED
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
 from gradscope.rules.saturated import residual_evidence, share_evidence, under_1e3, width_evidence
 from gradscope.run_view import View
-from gradscope.verdict import SATURATED
 
 #: From this width on a saturated softmax is no longer put down to its width (2,000 scenes: 80 % saturated at 16, 0 % at 128).
 WIDE = 128

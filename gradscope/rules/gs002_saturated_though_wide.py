@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradscope.judgement import SATURATED
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
 from gradscope.rules.gs001_narrow_softmax import WIDE
 from gradscope.rules.saturated import residual_evidence, share_evidence, under_1e3, width_evidence
 from gradscope.run_view import View
-from gradscope.verdict import SATURATED
 
 
 @rules.register("GS002")

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradscope.judgement import SATURATED
 from gradscope.rules import MEASURED, Finding, found, rules
 from gradscope.rules.saturated import share_evidence, under_1e3
 from gradscope.run_view import View
-from gradscope.verdict import SATURATED
 
 
 @rules.register("GS003")

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradscope.judgement import SATURATED
 from gradscope.rules import LOGGED, MEASURED, Finding, found, rules
 from gradscope.rules.saturated import under_1e3
 from gradscope.run_view import Evidence, Unmeasured, View
-from gradscope.verdict import SATURATED
 
 
 @rules.register("GS026")
