@@ -237,25 +237,35 @@ def summary_table(summaries: Sequence[Summary]) -> Any:
     from rich import box
     from rich.table import Table
 
-    widths = {s.width for s in summaries}
-    table = Table(
-        title="Readings by epoch" + (f", width {widths.pop()}" if len(widths) == 1 else ""),
-        caption="Each row along the trajectory of its own run; < 1e-3: share of measured batches with a smaller loss; residual: median.",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("run", overflow="fold")  # of all columns the only one that may give way
-    for heading in ("epoch", *(f"{name}\n{what}" for what in ("< 1e-3", "residual") for name in ("InfoNCE", "HN"))):
+    single = len(summaries) == 1
+    same_width = len({s.width for s in summaries}) == 1
+    title = "Readings by epoch" + f" of {_run_name(summaries[0])}" * single + f", width {summaries[0].width}" * same_width
+    caption = "Along each run's own trajectory. < 1e-3: share of measured batches with a loss below it; residual: median over them."
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", **look)
+    if not single:
+        table.add_column("run", overflow="fold")  # of all columns the only one that may give way
+    if not same_width:
+        table.add_column("width", justify="right", no_wrap=True)
+    figures = [f"{name}\n{what}" for what in ("< 1e-3", "residual") for name in ("InfoNCE", "HN")]
+    for heading in ("epoch", *figures, "norm HN\n/ InfoNCE"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("norm HN\n/ InfoNCE", justify="right", no_wrap=True)
     for s in summaries:
-        name = s.path.resolve().name + ("" if len({t.width for t in summaries}) == 1 else f" ({s.width} wide)")
         for i in range(len(s.below["infonce"])):
-            shares = [f"{s.below[term][i]:.0%}" for term in TERMS]
-            residuals = [f"{s.residual[term][i]:.1e}" for term in TERMS]
-            table.add_row(name, str(i + 1), *shares, *residuals, f"{s.ratio[i]:.3g}" if s.ratio else "not read")
+            whose = [_run_name(s)] * (not single) + [str(s.width)] * (not same_width)
+            table.add_row(*whose, str(i + 1), *_figures(s, i))
     return table
+
+
+def _run_name(summary: Summary) -> str:
+    return summary.path.resolve().name
+
+
+def _figures(summary: Summary, epoch: int) -> list[str]:
+    """The cells of one row of the table; ``epoch`` counts from 0."""
+    shares = [f"{summary.below[term][epoch]:.0%}" for term in TERMS]
+    residuals = [f"{summary.residual[term][epoch]:.1e}" for term in TERMS]
+    return [*shares, *residuals, f"{summary.ratio[epoch]:.3g}" if summary.ratio else "not read"]
 
 
 def print_summary(paths: Sequence[Path]) -> None:

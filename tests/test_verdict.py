@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from gradscope.demo import Arms, verdict_lines
 from gradscope.metrics.crossing import crossing
-from gradscope.verdict import TERMS, Summary, sentences
+from gradscope.verdict import TERMS, Summary, sentences, summary_table
 
 ZEROS = {"positive_zero.i2t": 0.25, "positive_zero.t2i": 0.75, "loss_zero_gradient_not": 0.5}
 
@@ -122,3 +124,27 @@ def test_a_run_that_only_guesses_is_told(
     train(resolve(tables, {}), tmp_path / "run", quiet=True)
     text = "\n".join(sentences(summarise(tmp_path / "run")))
     assert ("at chance, ln 8 = 2.08" in text) == guessing
+
+
+@pytest.mark.parametrize("names", [("a",), ("a-run-of-a-sweep-gamma=0.5-lr=1e-5-seed=42",), ("hn-gamma-0.5", "infonce-seed-42")])
+@pytest.mark.parametrize("second", [16, 128])
+def test_the_table_fits_a_terminal_and_breaks_no_name(names: tuple[str, ...], second: int) -> None:
+    """Two-line headings; both objectives' shares are of batches BELOW 1e-3, so that one column reads like the other."""
+    runs = [dataclasses.replace(summary("hn", 0.25), path=Path(name)) for name in names]
+    runs[-1] = dataclasses.replace(runs[-1], width=second)
+    file = io.StringIO()
+    Console(file=file, width=80).print(summary_table(runs))
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    for name in names:
+        assert name in text
+    assert text.count("< 1e-3") == 3, "a heading of each objective, and the words under the table"
+    assert ">= 1e-3" not in text
+    assert text.count("25%") == 2 * len(names)
+    assert ("width 16" in text) == ({run.width for run in runs} == {16})
+
+
+def test_the_table_says_what_was_not_read() -> None:
+    file = io.StringIO()
+    Console(file=file, width=80).print(summary_table([dataclasses.replace(summary("hn", 0.25), ratio=())]))
+    assert "not read" in file.getvalue()
