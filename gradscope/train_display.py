@@ -15,6 +15,7 @@ from rich.progress import TextColumn
 from gradscope.console import bar, console
 from gradscope.data.batching import Batches
 from gradscope.following import Following
+from gradscope.probe_cost import expected_cost
 from gradscope.recipe import Recipe
 from gradscope.watch import Panel
 
@@ -24,7 +25,7 @@ SHARE = 0.01  # of the time that drawing may take
 
 
 def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, kernels: str, facts: dict[str, Any]) -> str:
-    """The run in six lines: data, objective, precision, softmax width and chance level, schedule, what is cut or left out."""
+    """The run, a line each: data and objective, precision, width and chance level, schedule, what is cut or left out, the probe."""
     objective, settings = recipe.objective, recipe.train
     what = objective.name if objective.name == "infonce" else f"hn gamma {objective.gamma:g}, margin {objective.margin}"
     held = " held out of train" if facts["validation"]["held_out_of_train"] else ""
@@ -37,15 +38,34 @@ def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, 
         f"peak rate {settings.lr:g} after {settings.warmup} steps of warm-up, then a cosine\n"
         f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens "
         f"(and {facts['truncated_validation_captions']} of validation), "
-        f"{facts['repeated_captions']} repeat another word for word{_repeated(facts['repeated_token_ids'], objective.duplicates)}"
+        f"{facts['repeated_captions']} repeat another word for word, {facts['repeated_token_ids']} token for token"
+        f"{duplicates_words(facts['repeated_token_ids'], objective.duplicates)}\n"
+        f"{probe_words(recipe)}"
     )
 
 
-def _repeated(captions: int, duplicates: str) -> str:
-    if not captions:
-        return ""
-    role = "are each other's negatives" if duplicates == "keep" else "are no negatives of each other"
-    return f", {captions} token for token; these {role} (--duplicates {duplicates})"
+def duplicates_words(captions: int, duplicates: str) -> str:
+    """What becomes of the captions that repeat another token for token; "" where there is nothing to say."""
+    if duplicates == "exclude":
+        return "; duplicates excluded: captions of identical token ids are no negatives of each other (--duplicates exclude)"
+    return "; these are each other's negatives (--duplicates keep)" if captions else ""
+
+
+def probe_words(recipe: Recipe) -> str:
+    """Which set the probe reads, how often, and about what it will cost."""
+    probe = recipe.probe
+    if not probe.log_grads:
+        return "probe off (--log-grads turns it on)"
+    gradients = "both objectives'" if probe.second_backward else "the trained objective's"
+    reads = f"probe set {probe.set}" + (f" with {gradients} gradients" if probe.set == "full" else "")
+    every = "at every step" if probe.every == 1 else f"every {probe.every} steps"
+    cost = expected_cost(recipe)
+    added = f"about {cost:.0%}" if cost >= 0.01 else "less than 1%"
+    expected = f"expected to add {added} to the time of the steps"
+    if probe.budget:
+        keeps = "more than its budget allows" if cost > (probe.share or 0) else "within its budget"
+        return f"{reads}, {every} at the densest: {expected}, {keeps}; thinned by itself to add at most {probe.budget}"
+    return f"{reads}, {every}: {expected}; the end of the run tells what it took"
 
 
 @contextmanager
@@ -95,7 +115,8 @@ def _panel(run: Path) -> Iterator[Show]:
             except Exception as error:  # a view must never end a training run
                 due = math.inf
                 live.stop()
-                console.print(f"the live view failed, training goes on: {type(error).__name__}: {error}", style="yellow")
+                words = f"the live view failed, training goes on: {type(error).__name__}: {error}"
+                console.print(words, style="yellow", soft_wrap=True)
                 return
             end = time.monotonic()
             due = end + max(0.25, (end - start - panel.looking) / SHARE)  # looking for findings has a pace of its own
