@@ -44,10 +44,11 @@ from gradscope.attach.wrapping import replace_method
 from gradscope.cadence import percent, share
 from gradscope.console import console
 from gradscope.encoders.reach import reachable_rows
+from gradscope.heads import Heads, Observed
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.quantities import quantity_set
-from gradscope.step_reader import Observed, StepReader
+from gradscope.step_reader import StepReader
 from gradscope.types import DIRECTIONS, Embeddings, Reading
 
 #: Below this cosine between the gradient at the embeddings and the objective's own, something else is trained.
@@ -133,14 +134,14 @@ class Probe:
             trained = ""  # a softmax over other cells than ours
         self.reader = StepReader(
             model=model,
-            objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma, margin=margin)},
-            trained=trained,
+            heads=Heads(
+                objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma, margin=margin)}, trained=trained, directions=tuple(directions)
+            ),
             quantities=quantity_set(probe_set),
             every=every,
             budget=None if budget is None else share(percent(budget)),
             second_backward=second_backward,
             structural=reachable_rows(model),
-            directions=tuple(directions),
             scale_max=scale_max,
         )
         if not self.reader.parameters:
@@ -326,9 +327,9 @@ class Probe:
         if self._normalise is None:
             self.reader.towers = towers(seen.image, seen.text, self.reader.names, self.reader.parameters)
             self._normalise = not (found.unit_rows(seen.image) and found.unit_rows(seen.text))
-        self.reader.normalise = self._normalise
+        self.reader.heads.normalise = self._normalise
         self._log.precision = self.precision or NAMES.get(self._source.dtype or seen.image.dtype, "fp32")
-        self.reader.half = self._log.precision == "fp16"
+        self.reader.heads.half = self._log.precision == "fp16"
         embeddings = Embeddings(image=seen.image, text=seen.text, scale=scale.squeeze().to(seen.text.device))
         ids = seen.token_ids if seen.token_ids is not None else self._source.token_ids
         ids = ids if ids is not None and len(ids) == len(seen.text) else None
@@ -493,10 +494,10 @@ class Probe:
         self.reader.seconds["write"] = time.perf_counter() - start  # part of the price, known too late to be in ``facts``
 
     def _say_another_loss(self) -> None:
-        agreement = self.last.get(("hooks", self.reader.trained, "agreement"), 1.0)
-        if self.reader.trained and agreement < AGREES:
+        trained = self.reader.heads.trained
+        if trained and self.last.get(("hooks", trained, "agreement"), 1.0) < AGREES:
             self.reader.failures.append(
-                f"step {self._index}: the gradient at the embeddings is not that of '{self.reader.trained}' (cosine below {AGREES}): "
+                f"step {self._index}: the gradient at the embeddings is not that of '{trained}' (cosine below {AGREES}): "
                 "the loop trains another loss (SigLIP, another scale, further terms; for another loss give trained=''), or rounding "
                 "has taken what is left of it"
             )
@@ -520,7 +521,7 @@ class Probe:
         self._failures.clear()
 
     def _stamps(self) -> str:
-        hn = self.reader.objectives["hn"]
+        hn = self.reader.heads.objectives["hn"]
         parts = [
             "whole step, cached" if self._cached else f"micro-batch 1/{self._micro}",
             f"width {self._log.width}",

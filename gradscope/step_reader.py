@@ -26,61 +26,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from gradscope.cadence import Cadence, Ledger
-from gradscope.distributed import is_sharded, largest, local, world
+from gradscope.distributed import is_sharded, largest, local
 from gradscope.encoders.reach import plain_name
 from gradscope.frameworks.clip import total_loss
-from gradscope.metrics.gradients import agreement_and_factor, norm_over_ranks
-from gradscope.metrics.softmax import per_direction
-from gradscope.objectives.hn import HN
-from gradscope.objectives.infonce import InfoNCE
-from gradscope.objectives.scores import LOSS_FORMS, directed_loss
+from gradscope.heads import ROWS, Heads, Observed, Watched, of_training
+from gradscope.metrics.gradients import norm_over_ranks
 from gradscope.optim import trainable
 from gradscope.quantities.gradient import tower_of
-from gradscope.types import DIRECTIONS, Batch, Embeddings, Head, Reading, Scores, Step, Term
+from gradscope.types import Batch, Embeddings, Reading, Step, Term
 
-Objective = InfoNCE | HN
 Quantity = Callable[[Step], list[Reading]]
-
-#: From this cosine on, the gradient that passed by at the embeddings is the objective's and a factor.
-SAME = 0.999
-
-#: What is watched while the backward of the measured batch runs.
-ROWS = ("image", "text")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """What each objective's gradient looks like at the embeddings: the part of a ``Head`` known before the towers' backward."""
-
-    scores: Scores
-    loss: Tensor
-    logit_grad: Tensor
-    image_grad: Tensor
-    text_grad: Tensor
-    scale_grad: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observed:
-    """What is known of the measured batch beside its embeddings; None where the loop does not say.
-
-    ``initial_text`` [N, D]: the initial encoder's caption rows, to measure the drift of G against. ``margin_text`` [N, D0]: the rows
-    that a frozen or external margin is made of. ``excluded`` [N, N]: cells that are no negatives. ``candidates``: the
-    embeddings of all ranks, where the softmax is over those; then ``rows`` says which of them are this rank's.
-    """
-
-    captions: tuple[str, ...] | None = None
-    token_ids: Tensor | None = None
-    lengths: Tensor | None = None
-    initial_text: Tensor | None = None
-    margin_text: Tensor | None = None
-    excluded: Tensor | None = None
-    candidates: Embeddings | None = None
-    rows: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(kw_only=True)
@@ -106,33 +64,23 @@ class StepReader:
 
     Args:
         model: the module whose trainable parameters are watched.
-        objectives: "infonce" and "hn", the second with the gamma and margin it is to be read at.
-        trained: the name of the objective that is minimised; "" if that is neither of them, or not known.
+        heads: the objectives that are read, which of them is trained, and how.
         quantities: name -> component; see ``gradscope.quantities.quantity_set``.
         every: probe steps 1, 1 + every, 1 + 2 every, ... May be changed between steps.
         budget: share of a plain step's time that the probe may take; then ``every`` is the densest cadence (see ``gradscope.cadence``).
         second_backward: whether an objective that is not trained gets its full-parameter gradient (one more backward pass each).
         structural: token ids [N, L] -> parameter name -> bool [rows] that these ids cannot reach.
-        directions: those the loss averages over.
-        loss_form: how training computes its loss; the readings use the same.
         scale_max: the clamp of the scale, or None.
-        half: whether the towers run in fp16, so that the second backward needs a factor of its own.
-        normalise: whether the embeddings it is given are not unit rows yet, so that the loss divides them by their length.
     """
 
     model: nn.Module
-    objectives: dict[str, Objective]
-    trained: str
+    heads: Heads
     quantities: dict[str, Quantity]
     every: int
     budget: float | None = None
     second_backward: bool = True
     structural: Callable[[Tensor], Mapping[str, Tensor]] | None = None
-    directions: tuple[str, ...] = DIRECTIONS
-    loss_form: str = "plain"
     scale_max: float | None = None
-    half: bool = False
-    normalise: bool = False
     optimizer: Optimizer | None = None
     stamps: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -318,9 +266,9 @@ class StepReader:
         with self._timed("heads"):
             at = observed.candidates or embeddings
             return {
-                name: self._evaluate(objective, at, observed)
-                for name, objective in self.objectives.items()
-                if not (alone and name == self.trained)
+                name: self.heads.evaluate(name, at, observed)
+                for name in self.heads.objectives
+                if not (alone and name == self.heads.trained)
             }
 
     def _param_grads(
@@ -331,45 +279,37 @@ class StepReader:
             return {}
         with self._timed("second backward"):
             return {
-                name: self._through_towers(embeddings, watched, observed.rows, replayed)
+                name: self.heads.through_towers(embeddings, watched, self.parameters, observed.rows, replayed=replayed)
                 for name, watched in known.items()
-                if (ours if name == self.trained else self.second_backward)
+                if (ours if name == self.heads.trained else self.second_backward)
             }
 
     def _measured(self, opened: _Open) -> Step:
         """The step as the quantities see it, from what was known before the backward and what passed by during it."""
-        known, grads, unscale = dict(opened.known), dict(opened.param_grads), opened.unscale
-        factors: dict[str, Tensor | float] = {}
+        known, grads, trained = dict(opened.known), dict(opened.param_grads), self.heads.trained
         silent = sorted(opened.watched - set(opened.kept))
         if silent:
             raise RuntimeError(f"no gradient passed by at {', '.join(silent)}: the hook is dead, or the loss does not reach them")
-        if self.trained and self.trained not in known:
+        if trained and trained not in known:
             scores = opened.terms[0].scores
             assert scores is not None
-            known[self.trained] = _of_training(scores, total_loss(opened.terms), opened.kept, unscale)
+            known[trained] = of_training(scores, total_loss(opened.terms), opened.kept, opened.unscale)
+        passed = {name: opened.kept[name] * opened.unscale for name in ROWS if name in opened.kept}
+        factors: dict[str, Tensor | float] = {}
         whole = not self.sharded and (opened.fresh or bool(opened.terms))
-        if self.needs("param_grads") and self.trained in known and self.trained not in grads and whole:
-            grads[self.trained], factors[self.trained] = (
-                [p.grad for p in self.parameters],
-                self._grad_factor(opened, known[self.trained]),
-            )
-        at = opened.observed.candidates or opened.embeddings
+        if self.needs("param_grads") and trained in known and trained not in grads and whole:
+            # Our loop divides by the micro-batches after the last one; what others multiply the loss by is seen at the embeddings.
+            seen = 1.0 if opened.terms else self.heads.grad_factor(known[trained], passed, opened.observed)
+            grads[trained], factors[trained] = [p.grad for p in self.parameters], opened.unscale * seen
         return Step(
             index=self._index,
             samples=self._samples,
-            embeddings=replace(
-                at,
-                image=self._unit(_leaf(at.image)).detach(),
-                text=self._unit(_leaf(at.text)).detach(),
-                scale=_leaf(at.scale).detach(),
-                image_tokens=None,
-                text_tokens=None,
-            ),
+            embeddings=self.heads.unit(opened.observed.candidates or opened.embeddings),
             captions=opened.observed.captions,
             token_ids=opened.observed.token_ids,
             lengths=opened.observed.lengths,
             initial_text=opened.observed.initial_text,
-            heads={name: self._head(name, known[name], grads.get(name), factors.get(name, 1.0)) for name in self.objectives},
+            heads={name: self.heads.head(name, known[name], grads.get(name), factors.get(name, 1.0)) for name in self.heads.objectives},
             names=self.names,
             parameters=self.parameters,
             towers=self.towers,
@@ -377,27 +317,9 @@ class StepReader:
             structural_rows=self._structural(opened.observed.token_ids),
             scale_max=self.scale_max,
             optimizer=self.optimizer,
-            passed={name: opened.kept[name] * unscale for name in ROWS if name in opened.kept},
+            passed=passed,
             rows=opened.observed.rows,
         )
-
-    def _grad_factor(self, opened: _Open, watched: Watched) -> Tensor | float:
-        """What ``.grad`` must be multiplied by to be the gradient of the trained objective's mean loss on this batch.
-
-        Our loop divides by the micro-batches after the last one. Others divide the loss of each, which shows at the embeddings as a
-        common factor: it is taken out where the direction there agrees, i.e. where nothing else is trained beside the objective.
-        Of a softmax over all ranks, the gradient at this rank's rows is W times that of the average which ``.grad`` then holds.
-        """
-        if opened.terms:
-            return opened.unscale
-        passed = {name: opened.kept[name] * opened.unscale for name in ROWS if name in opened.kept}
-        own = {"image": watched.image_grad, "text": watched.text_grad}
-        agreement, factor = agreement_and_factor(passed, {name: own[name][opened.observed.rows] for name in passed})
-        ranks = 1 if opened.observed.candidates is None else world()
-        return opened.unscale / torch.where(agreement > SAME, factor / ranks, torch.ones_like(factor)).float()
-
-    def _unit(self, rows: Tensor) -> Tensor:
-        return F.normalize(rows, dim=1) if self.normalise else rows
 
     def _structural(self, token_ids: Tensor | None) -> Mapping[str, Tensor]:
         return {} if token_ids is None or self.structural is None else self.structural(token_ids)
@@ -422,73 +344,13 @@ class StepReader:
             self._replayed.clear()  # a gradient of some micro-batches is none: "not measured"
             self.fail("second backward", error)
 
-    def _evaluate(self, objective: Objective, embeddings: Embeddings, observed: Observed) -> Watched:
-        """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
-        with torch.enable_grad():
-            image, text, scale = (_leaf(t) for t in (embeddings.image, embeddings.text, embeddings.scale))
-            scores = objective.scores(self._unit(image), self._unit(text), scale, observed.margin_text, observed.excluded)
-            loss = directed_loss(scores, self.directions, self.loss_form).mean()
-            logit_grad, image_grad, text_grad, scale_grad = torch.autograd.grad(loss, [scores.logits, image, text, scale])
-        return Watched(
-            scores=_detached(scores),
-            loss=loss.detach(),
-            logit_grad=logit_grad,
-            image_grad=image_grad,
-            text_grad=text_grad,
-            scale_grad=scale_grad,
-        )
-
-    def _through_towers(self, embeddings: Embeddings, watched: Watched, rows: slice, replayed: bool) -> list[Tensor | None]:
-        """The gradient over all parameters that belongs to a gradient at the embeddings; ``.grad`` is left alone.
-
-        ``rows`` of that gradient are those of ``embeddings``. It passes fp16 towers under a factor of its own, since the loss scale
-        suits the trained objective's size only.
-        """
-        pairs: list[tuple[Tensor, Tensor]] = []
-        if not replayed:
-            pairs += [(embeddings.image, watched.image_grad[rows]), (embeddings.text, watched.text_grad[rows])]
-        if watched.scale_grad is not None:
-            pairs.append((embeddings.scale, watched.scale_grad))
-        live = [(output, gradient.to(output.dtype)) for output, gradient in pairs if output.requires_grad]  # a frozen tower has none
-        outputs, grads = [output for output, _ in live], [gradient for _, gradient in live]
-        if not outputs:
-            return [None] * len(self.parameters)
-        if not self.half:
-            return list(torch.autograd.grad(outputs, self.parameters, grads, retain_graph=True, allow_unused=True))
-        factor = _fp16_factor(grads)
-        scaled = [gradient * factor for gradient in grads]
-        found = torch.autograd.grad(outputs, self.parameters, scaled, retain_graph=True, allow_unused=True)
-        return [None if gradient is None else gradient / factor for gradient in found]
-
-    def _head(self, name: str, watched: Watched, param_grads: Sequence[Tensor | None] | None, factor: Tensor | float) -> Head:
-        logits = watched.scores.logits
-        return Head(
-            name=name,
-            gamma=self.objectives[name].gamma,
-            trained=name == self.trained,
-            scores=watched.scores,
-            loss=watched.loss,
-            logit_grad=watched.logit_grad,
-            direction_grads={d: self._direction_grad(m) for d, m in per_direction(logits, self.directions).items()},
-            image_grad=watched.image_grad,
-            text_grad=watched.text_grad,
-            param_grads=param_grads,
-            param_factor=factor,
-            directions=self.directions,
-        )
-
-    def _direction_grad(self, logits: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            return torch.autograd.grad(LOSS_FORMS[self.loss_form](leaf).mean() / len(self.directions), leaf)[0]
-
     # ---- phases "step" and "update"
 
     def accumulated(self, micro_losses: Sequence[Tensor], unscale: Tensor | float = 1.0) -> None:
         """After the last backward: ``.grad`` holds the averaged gradient, to be multiplied by ``unscale``, and is not yet clipped."""
         if self._step is None:
             return
-        if self.half or not self._ours:
+        if self.heads.half or not self._ours:
             self._step.memo.clear()  # unscaling, and a write to ``.grad.data``, change a gradient without counting up its version
         before = None
         if self.needs("before"):
@@ -619,12 +481,6 @@ def to_rows(readings: Sequence[Reading], index: int, stamps: str) -> list[dict[s
     return rows
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    """A copy outside every graph, in fp32 or wider, that takes a gradient."""
-    tensor = tensor.detach()
-    return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).requires_grad_()
-
-
 def _keep(kept: dict[str, Tensor], name: str, tensor: Tensor, first: Callable[[], None]) -> Any:
     def hook(gradient: Tensor) -> None:
         if not kept:
@@ -632,29 +488,6 @@ def _keep(kept: dict[str, Tensor], name: str, tensor: Tensor, first: Callable[[]
         kept[name] = gradient.detach().clone()
 
     return tensor.register_hook(hook)
-
-
-def _of_training(scores: Scores, loss: Tensor, kept: dict[str, Tensor], unscale: Tensor | float) -> Watched:
-    """The trained objective from what its own backward passed by."""
-    return Watched(
-        scores=_detached(scores),
-        loss=loss.detach(),
-        logit_grad=kept["logits"] * unscale,
-        image_grad=kept["image"] * unscale,
-        text_grad=kept["text"] * unscale,
-        scale_grad=None,
-    )
-
-
-def _detached(scores: Scores) -> Scores:
-    margin = None if scores.margin is None else scores.margin.detach()
-    return replace(scores, cosine=scores.cosine.detach(), margin=margin, logits=scores.logits.detach(), scale=scores.scale.detach())
-
-
-def _fp16_factor(gradients: Sequence[Tensor]) -> Tensor:
-    """The power of two that brings the largest entry to between 8 and 16: far from both ends of fp16. [] fp32."""
-    largest = torch.stack([g.abs().max() for g in gradients]).max().clamp(min=1e-30)
-    return torch.exp2(4 - torch.frexp(largest).exponent.float())
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -32,6 +32,7 @@ from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import FixedCaptions, fixed_captions
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.heads import Heads
 from gradscope.metrics.duplicates import repeats
 from gradscope.objectives import objectives
 from gradscope.objectives.hn import HN
@@ -267,16 +268,18 @@ def make_reader(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer
     left_out = "; duplicates excluded" if framework.duplicates == "exclude" else ""
     return StepReader(
         model=encoder,
-        objectives={"infonce": InfoNCE(), "hn": hn},
-        trained=framework.objective.name,
+        heads=Heads(
+            objectives={"infonce": InfoNCE(), "hn": hn},
+            trained=framework.objective.name,
+            loss_form=framework.loss_form,
+            half=settings.precision == "fp16",
+        ),
         quantities=quantity_set(recipe.probe.set),
         every=recipe.probe.every,
         budget=recipe.probe.share,
         second_backward=recipe.probe.second_backward,
         structural=encoder.structural_rows,
-        loss_form=framework.loss_form,
         scale_max=settings.scale_max if settings.scale == "learn" else None,  # a fixed scale is not clamped
-        half=settings.precision == "fp16",
         optimizer=optimizer,
         stamps=f"{batches}; width {recipe.width}; gamma {hn.gamma:g} {hn.margin}; towers {settings.precision}, loss fp32; unscaled"
         + left_out,
@@ -456,7 +459,7 @@ def _end(message: str, log: RunLog) -> NoReturn:
 
 def report_failures(reader: StepReader, log: RunLog) -> None:
     for failure in reader.failures:
-        console.print(failure, style="yellow", markup=False)
+        console.print(failure, style="yellow", soft_wrap=True, markup=False)
         log.console(failure)
     reader.failures.clear()
 

@@ -46,7 +46,7 @@ def masked_step(batch: Batch, trained: str = "hn") -> tuple[Step, dict[tuple[str
     """One watched step of all phases with duplicates excluded."""
     encoder = Toy(scale=30.0)
     reader = toy_reader(encoder, trained)
-    framework = Clip(objective=reader.objectives[trained], duplicates="exclude")
+    framework = Clip(objective=reader.heads.objectives[trained], duplicates="exclude")
     assert reader.optimizer is not None
     reader.begin(1, 0)
     embeddings = encoder.embed(batch)

@@ -296,7 +296,7 @@ def test_a_softmax_over_other_cells_is_not_taken_for_infonce(tmp_path: Path) -> 
     gte = losses.MultipleNegativesRankingLoss(
         model, directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), partition_mode="joint"
     )
-    assert Probe(model, loss=gte).reader.trained == ""
+    assert Probe(model, loss=gte).reader.heads.trained == ""
 
 
 # ---- open_clip

@@ -163,10 +163,10 @@ def tied(x: np.ndarray) -> bool:
 def test_every_margin_is_read_as_it_is(margin: str) -> None:
     encoder, batch = Toy(seed=secrets.randbits(20)), toy_batch(10, secrets.randbits(20))
     reader = toy_reader(encoder, "hn")
-    reader.objectives["hn"] = HN(gamma=0.25, margin=margin)
+    reader.heads.objectives["hn"] = HN(gamma=0.25, margin=margin)
     embeddings = encoder.embed(batch)
     initial = torch.nn.functional.normalize(torch.randn(10, 9), dim=1)
-    terms = Clip(objective=reader.objectives["hn"])(embeddings, initial)
+    terms = Clip(objective=reader.heads.objectives["hn"])(embeddings, initial)
     reader.begin(1, 0)
     with reader.watching(batch, embeddings, terms, initial_text=initial, margin_text=initial):
         total_loss(terms).backward()

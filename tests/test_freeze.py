@@ -328,7 +328,7 @@ def test_checkpointing_is_refused_where_it_would_be_wrong():
 def probed(model: DualEncoder, trained: str = "hn") -> dict[Any, Any]:
     batch = batch_of(5)
     reader = toy_reader(model, trained)
-    framework = Clip(objective=reader.objectives[trained])
+    framework = Clip(objective=reader.heads.objectives[trained])
     reader.begin(1, 0)
     model.zero_grad(set_to_none=True)
     embeddings = model.embed(batch)

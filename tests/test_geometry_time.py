@@ -32,7 +32,7 @@ def trained(path: Path, objective: str, *, steps: int = STEPS, gamma: float = 0.
             reader.begin(step, 8 * step)
             batch = toy_batch(8, step)
             embeddings = encoder.embed(batch)
-            terms = Clip(objective=reader.objectives[objective])(embeddings)
+            terms = Clip(objective=reader.heads.objectives[objective])(embeddings)
             optimizer.zero_grad()
             with reader.watching(batch, embeddings, terms):
                 total_loss(terms).backward()

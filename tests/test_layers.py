@@ -32,6 +32,7 @@ LAYERS = {
     2: ["quantities", "encoders", "frameworks", "recipe", "cadence"],
     3: [
         "step_reader",
+        "heads",
         "attach",
         "optim",
         "checkpoint",
@@ -64,6 +65,7 @@ LAYERS = {
         "watch",
         "following",
         "run_view",
+        "run_state",
         "rules",
         "loss_log",
         "diagnose",

@@ -294,10 +294,10 @@ def test_nan_captions_are_in_no_bin_and_no_share() -> None:
 def test_the_constant_part_of_every_margin(kind: str) -> None:
     encoder, batch = Toy(), toy_batch(7, secrets.randbits(32))
     reader = toy_reader(encoder, "hn")
-    reader.objectives["hn"] = HN(gamma=0.25, margin=kind)
+    reader.heads.objectives["hn"] = HN(gamma=0.25, margin=kind)
     embeddings = encoder.embed(batch)
     initial = torch.nn.functional.normalize(torch.randn(7, 9), dim=1)
-    terms = Clip(objective=reader.objectives["hn"])(embeddings, initial)
+    terms = Clip(objective=reader.heads.objectives["hn"])(embeddings, initial)
     reader.begin(1, 0)
     with reader.watching(batch, embeddings, terms, initial_text=initial, margin_text=initial):
         total_loss(terms).backward()

@@ -184,7 +184,7 @@ def step_readings(encoder: Toy, batch, factor: float = 1.0):
     reader.begin(1, 0)
     encoder.zero_grad(set_to_none=True)
     embeddings = encoder.embed(batch)
-    terms = Clip(objective=reader.objectives["infonce"])(embeddings)
+    terms = Clip(objective=reader.heads.objectives["infonce"])(embeddings)
     with reader.watching(batch, embeddings, terms):
         total_loss(terms).backward()
     expected = {

@@ -28,7 +28,7 @@ def train(steps: int, *, probed: bool, trained: str, every: int = 1) -> Toy:
     reader.every = every
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-2)
     reader.optimizer = optimizer
-    framework = Clip(objective=reader.objectives[trained])
+    framework = Clip(objective=reader.heads.objectives[trained])
     for index in range(1, steps + 1):
         optimizer.zero_grad(set_to_none=True)
         reader.begin(index, 0)
@@ -68,7 +68,7 @@ def test_both_heads_equal_float64_autograd(trained: str) -> None:
     encoder = Toy(scale=20.0)
     batch = toy_batch(7, 2)
     reader = toy_reader(encoder, trained)
-    framework = Clip(objective=reader.objectives[trained])
+    framework = Clip(objective=reader.heads.objectives[trained])
     reader.begin(1, 0)
     embeddings = encoder.embed(batch)
     terms = framework(embeddings)
@@ -79,7 +79,7 @@ def test_both_heads_equal_float64_autograd(trained: str) -> None:
     exact = copy.deepcopy(encoder).double()
     wide = copy.copy(batch)
     object.__setattr__(wide, "images", {"full": batch.images["full"].double()})
-    for name, objective in reader.objectives.items():
+    for name, objective in reader.heads.objectives.items():
         e = exact.embed(wide)
         scores = objective.scores(e.image, e.text, e.scale)
         target = torch.arange(7)
@@ -263,7 +263,7 @@ def test_training_goes_on_when_the_probe_itself_fails(part: str) -> None:
     encoder, twin = Toy(), Toy()
     reader = toy_reader(encoder)
     if part == "before":
-        reader.objectives["hn"] = BrokenHN()
+        reader.heads.objectives["hn"] = BrokenHN()
     else:
         reader.structural = lambda ids: {}[0]
     reader.begin(1, 0)

@@ -342,6 +342,7 @@ def test_a_saturated_gradient_survives_half_precision_towers(scenes_folder):
     """The objective that is NOT trained passes fp16 towers scaled as well: what is 1e-7 at the embeddings is not read as zero."""
     from toy import readings
 
+    from gradscope.heads import Heads
     from gradscope.optim import make_optimizer
     from gradscope.quantities import quantity_set
     from gradscope.recipe import Train
@@ -353,11 +354,9 @@ def test_a_saturated_gradient_survives_half_precision_towers(scenes_folder):
     for precision, loss_scale in (("fp32", 1.0), ("fp16", 2.0**16), ("fp16", 2.0**12)):
         reader = StepReader(
             model=encoder,
-            objectives={"infonce": InfoNCE(), "hn": HN(gamma=0.25)},
-            trained="hn",
+            heads=Heads(objectives={"infonce": InfoNCE(), "hn": HN(gamma=0.25)}, trained="hn", half=precision == "fp16"),
             quantities={"gradient": quantity_set("full")["gradient"]},
             every=1,
-            half=precision == "fp16",
             optimizer=make_optimizer(encoder, Train()),
         )
         encoder.zero_grad(set_to_none=True)

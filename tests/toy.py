@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.heads import Heads
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import make_optimizer
@@ -60,8 +61,7 @@ def toy_batch(size: int, seed: int, captions: list[str] | None = None) -> Batch:
 def toy_reader(encoder: nn.Module, trained: str = "infonce", gamma: float = 0.5, **settings: object) -> StepReader:
     return StepReader(
         model=encoder,  # type: ignore[arg-type]
-        objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma)},
-        trained=trained,
+        heads=Heads(objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma)}, trained=trained),
         quantities=quantity_set("full"),
         every=1,
         structural=getattr(encoder, "structural_rows", None),
@@ -76,7 +76,7 @@ def measured(
 ) -> tuple[Step, dict[tuple[str, str, str], object]]:
     """One watched backward on the toy: the Step the quantities saw, and the batch-phase readings by (quantity, term, key)."""
     reader = toy_reader(encoder, trained, gamma)
-    framework = Clip(objective=reader.objectives[trained])
+    framework = Clip(objective=reader.heads.objectives[trained])
     reader.begin(1, 0)
     encoder.zero_grad(set_to_none=True)
     embeddings = encoder.embed(batch)

@@ -1,0 +1,202 @@
+"""The objectives at the embeddings of one batch: what they say there, and their gradient over all parameters.
+
+An objective is evaluated on copies of the embeddings, in fp32 or wider, so that no graph of the loop is touched; its gradient over the
+parameters is what the towers make of its gradient at the embeddings, through the loop's own graph (retained, nothing accumulated).
+How it can mislead: it is the objective as gradscope computes it; a loop that forms its logits in bf16 trains a rounded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gradscope.distributed import world
+from gradscope.metrics.gradients import agreement_and_factor
+from gradscope.metrics.softmax import per_direction
+from gradscope.objectives.hn import HN
+from gradscope.objectives.infonce import InfoNCE
+from gradscope.objectives.scores import LOSS_FORMS, directed_loss
+from gradscope.types import DIRECTIONS, Embeddings, Head, Scores
+
+Objective = InfoNCE | HN
+
+#: From this cosine on, the gradient that passed by at the embeddings is the objective's and a factor.
+SAME = 0.999
+
+#: What is watched while the backward of the measured batch runs.
+ROWS = ("image", "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What each objective's gradient looks like at the embeddings: the part of a ``Head`` known before the towers' backward."""
+
+    scores: Scores
+    loss: Tensor
+    logit_grad: Tensor
+    image_grad: Tensor
+    text_grad: Tensor
+    scale_grad: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What is known of the measured batch beside its embeddings; None where the loop does not say.
+
+    ``initial_text`` [N, D]: the initial encoder's caption rows, to measure the drift of G against. ``margin_text`` [N, D0]: the rows
+    that a frozen or external margin is made of. ``excluded`` [N, N]: cells that are no negatives. ``candidates``: the
+    embeddings of all ranks, where the softmax is over those; then ``rows`` says which of them are this rank's.
+    """
+
+    captions: tuple[str, ...] | None = None
+    token_ids: Tensor | None = None
+    lengths: Tensor | None = None
+    initial_text: Tensor | None = None
+    margin_text: Tensor | None = None
+    excluded: Tensor | None = None
+    candidates: Embeddings | None = None
+    rows: slice = field(default_factory=lambda: slice(None))
+
+
+@dataclass(kw_only=True)
+class Heads:
+    """The objectives that are read, and how the loop computes its loss.
+
+    Args:
+        objectives: "infonce" and "hn", the second with the gamma and margin it is to be read at.
+        trained: the name of the objective that is minimised; "" if that is neither of them, or not known.
+        directions: those the loss averages over.
+        loss_form: how training computes its loss; the readings use the same.
+        half: whether the towers run in fp16, so that a second backward needs a factor of its own.
+        normalise: whether the embeddings are not unit rows yet, so that the loss divides them by their length.
+    """
+
+    objectives: dict[str, Objective]
+    trained: str
+    directions: tuple[str, ...] = DIRECTIONS
+    loss_form: str = "plain"
+    half: bool = False
+    normalise: bool = False
+
+    def evaluate(self, name: str, embeddings: Embeddings, observed: Observed) -> Watched:
+        """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
+        with torch.enable_grad():
+            image, text, scale = (leaf(t) for t in (embeddings.image, embeddings.text, embeddings.scale))
+            rows = (self._unit(image), self._unit(text))
+            scores = self.objectives[name].scores(*rows, scale, observed.margin_text, observed.excluded)
+            loss = directed_loss(scores, self.directions, self.loss_form).mean()
+            logit_grad, image_grad, text_grad, scale_grad = torch.autograd.grad(loss, [scores.logits, image, text, scale])
+        return Watched(
+            scores=_detached(scores),
+            loss=loss.detach(),
+            logit_grad=logit_grad,
+            image_grad=image_grad,
+            text_grad=text_grad,
+            scale_grad=scale_grad,
+        )
+
+    def head(self, name: str, watched: Watched, param_grads: Sequence[Tensor | None] | None, factor: Tensor | float) -> Head:
+        """All of an objective that quantities look at. ``factor``: what ``param_grads`` must still be multiplied by."""
+        logits = watched.scores.logits
+        return Head(
+            name=name,
+            gamma=self.objectives[name].gamma,
+            trained=name == self.trained,
+            scores=watched.scores,
+            loss=watched.loss,
+            logit_grad=watched.logit_grad,
+            direction_grads={d: self._direction_grad(m) for d, m in per_direction(logits, self.directions).items()},
+            image_grad=watched.image_grad,
+            text_grad=watched.text_grad,
+            param_grads=param_grads,
+            param_factor=factor,
+            directions=self.directions,
+        )
+
+    def _direction_grad(self, logits: Tensor) -> Tensor:
+        with torch.enable_grad():
+            copy = logits.detach().requires_grad_()
+            return torch.autograd.grad(LOSS_FORMS[self.loss_form](copy).mean() / len(self.directions), copy)[0]
+
+    def through_towers(
+        self, embeddings: Embeddings, watched: Watched, parameters: Sequence[Tensor], rows: slice, *, replayed: bool
+    ) -> list[Tensor | None]:
+        """The gradient over all parameters that belongs to a gradient at the embeddings; ``.grad`` is left alone.
+
+        ``rows`` of that gradient are those of ``embeddings``. It passes fp16 towers under a factor of its own, since the loss scale
+        suits the trained objective's size only. ``replayed``: the towers come later, in pieces; the scale's part alone.
+        """
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if not replayed:
+            pairs += [(embeddings.image, watched.image_grad[rows]), (embeddings.text, watched.text_grad[rows])]
+        if watched.scale_grad is not None:
+            pairs.append((embeddings.scale, watched.scale_grad))
+        live = [(output, gradient.to(output.dtype)) for output, gradient in pairs if output.requires_grad]  # a frozen tower has none
+        outputs, grads = [output for output, _ in live], [gradient for _, gradient in live]
+        if not outputs:
+            return [None] * len(parameters)
+        if not self.half:
+            return list(torch.autograd.grad(outputs, parameters, grads, retain_graph=True, allow_unused=True))
+        factor = _fp16_factor(grads)
+        scaled = [gradient * factor for gradient in grads]
+        found = torch.autograd.grad(outputs, parameters, scaled, retain_graph=True, allow_unused=True)
+        return [None if gradient is None else gradient / factor for gradient in found]
+
+    def grad_factor(self, watched: Watched, passed: Mapping[str, Tensor], observed: Observed) -> Tensor | float:
+        """1 / what the loop multiplied the trained objective's mean loss by, as seen in the gradient that passed by.
+
+        Loops divide the loss of each of k micro-batches by k, which shows at the embeddings as a common factor: it is taken out where
+        the direction there agrees, i.e. where nothing else is trained beside the objective. Of a softmax over all ranks, the gradient
+        at this rank's rows is W times that of the average which ``.grad`` then holds.
+        """
+        own = {"image": watched.image_grad, "text": watched.text_grad}
+        agreement, factor = agreement_and_factor(passed, {name: own[name][observed.rows] for name in passed})
+        ranks = 1 if observed.candidates is None else world()
+        return 1.0 / torch.where(agreement > SAME, factor / ranks, torch.ones_like(factor)).float()
+
+    def unit(self, embeddings: Embeddings) -> Embeddings:
+        """The embeddings as the loss compares them: unit rows outside every graph, without tokens."""
+        return replace(
+            embeddings,
+            image=self._unit(leaf(embeddings.image)).detach(),
+            text=self._unit(leaf(embeddings.text)).detach(),
+            scale=leaf(embeddings.scale).detach(),
+            image_tokens=None,
+            text_tokens=None,
+        )
+
+    def _unit(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=1) if self.normalise else rows
+
+
+def of_training(scores: Scores, loss: Tensor, kept: Mapping[str, Tensor], unscale: Tensor | float) -> Watched:
+    """The trained objective from what its own backward passed by."""
+    return Watched(
+        scores=_detached(scores),
+        loss=loss.detach(),
+        logit_grad=kept["logits"] * unscale,
+        image_grad=kept["image"] * unscale,
+        text_grad=kept["text"] * unscale,
+        scale_grad=None,
+    )
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """A copy outside every graph, in fp32 or wider, that takes a gradient."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).requires_grad_()
+
+
+def _detached(scores: Scores) -> Scores:
+    margin = None if scores.margin is None else scores.margin.detach()
+    return replace(scores, cosine=scores.cosine.detach(), margin=margin, logits=scores.logits.detach(), scale=scores.scale.detach())
+
+
+def _fp16_factor(gradients: Sequence[Tensor]) -> Tensor:
+    """The power of two that brings the largest entry to between 8 and 16: far from both ends of fp16. [] fp32."""
+    largest = torch.stack([g.abs().max() for g in gradients]).max().clamp(min=1e-30)
+    return torch.exp2(4 - torch.frexp(largest).exponent.float())
