@@ -134,7 +134,7 @@ class ProbeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """sinks: dashboards that the run is sent to beside its files, joined with commas; sink_all sends every scalar, not the short list."""
+    """sinks: dashboards that the run is sent to beside its files, joined with commas; sink_all: every scalar, not the short list."""
 
     sinks: str = ""
     sink_all: bool = False
