@@ -140,7 +140,8 @@ def train(
         raise ValueError(f"{' and '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect without --log-grads")
     result = run(settings, output, resume=resume)
     best = "the start, before any update" if result.best_step == 0 else f"step {result.best_step}"
-    out.print(f"validation R@1 (mean of both directions): last {result.last:.3f}, best {result.best:.3f} at {best}")
+    recall = f"validation R@1 (mean of both directions): last {result.last:.3f}, best {result.best:.3f} at {best}"
+    out.print(recall, soft_wrap=True)
     if settings.probe.log_grads:
         print_summary([output])
         out.print(cost_sentence(Run(output)), soft_wrap=True, markup=False)
