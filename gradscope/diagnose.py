@@ -19,6 +19,7 @@ from typing import Any
 from gradscope.loss_log import view_log
 from gradscope.registry import unknown_name
 from gradscope.rules import SEVERITIES, Finding, rules
+from gradscope.run_state import run_state
 from gradscope.run_view import GIVE_WIDTH, Evidence, Unmeasured, View, view_run
 from gradscope.runlog import is_run
 
@@ -69,6 +70,9 @@ def diagnose(view: View, mute: Sequence[str] = ()) -> Diagnosis:
     for name, rule in rules:
         if name in muted:
             continue
+        if view.width == 1 and not getattr(rule, "any_width", False):
+            unmeasured[name] = "the softmax has one candidate (GS030)"
+            continue
         try:
             finding = rule()(view)
         except Unmeasured as reason:
@@ -90,6 +94,7 @@ def content(diagnosis: Diagnosis) -> dict[str, Any]:
         "kind": view.kind,
         "width": view.width,
         "trained": view.trained or None,
+        "state": _finite(dataclasses.asdict(run_state(view))),
         "notes": list(view.notes),
         "findings": [_plain(finding) for finding in diagnosis.findings],
         "silent": list(diagnosis.silent),
@@ -100,18 +105,23 @@ def content(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _plain(finding: Finding) -> dict[str, Any]:
     row = dataclasses.asdict(finding)
-    row["evidence"] = [{**e, "value": e["value"] if math.isfinite(e["value"]) else str(e["value"])} for e in row["evidence"]]
+    row["evidence"] = [_finite(e) for e in row["evidence"]]
     return row
 
 
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+
+
 def heading(diagnosis: Diagnosis) -> str:
-    """One line: what was looked at and what came out."""
+    """Two lines: what was looked at and its state; the numbers, and what came out."""
     view = diagnosis.view
     what = {"infonce": "InfoNCE", "hn": "HN"}.get(view.trained, "InfoNCE as read")
     width = "width not known" if view.width is None else f"width {view.width}"
     count = {s: sum(f.severity == s for f in diagnosis.findings) for s in SEVERITIES}
     found = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in count.items() if n) or "nothing found"
-    return f"{view.path} ({view.kind}; {what}; {width}): {found}"
+    state = run_state(view)
+    return f"{view.path} ({view.kind}; {what}; {width}): {state.word}\n" + "; ".join(filter(None, (state.numbers, found)))
 
 
 def lines(finding: Finding) -> list[tuple[str, str]]:
@@ -161,6 +171,8 @@ def _looked(diagnosis: Diagnosis) -> str:
     words = f"{looked} rule{'s' * (looked != 1)} looked, {len(diagnosis.silent)} found nothing"
     if not rest:
         return f"{words}."
+    if diagnosis.view.width == 1:
+        return f"{words}; {len(rest)} say nothing of one candidate."
     widths = sum(reason.endswith(GIVE_WIDTH) for reason in rest)
     more = f"; --width N lets {widths} more look" if widths else ""
     return f"{words}; {len(rest)} had too little to look at (--unmeasured lists them{more})."

@@ -1,12 +1,13 @@
 """Reads the loss log of another tool into the columns that rules look at.
 
     trainer_state.json   of a Hugging Face Trainer or sentence-transformers (its log_history)
-    out.log              of open_clip; a params.txt beside it gives the softmax width
+    out.log              of open_clip; its parameter lines, or a params.txt beside it, give the softmax width
     .csv, .tsv           Lightning's metrics.csv, an export of W&B or TensorBoard, or plain columns
     .jsonl, .json        one object per line, or a list of objects
 
 Columns are guessed by name and the guess is said; ``loss_column`` and ``step_column`` choose. Rows without a loss (evaluations) are
-left out and counted; of two rows with one step the later counts. "nan" and "inf" are values.
+left out and counted; of two rows with one step the later counts. "nan" and "inf" are values. Numbers that the log rounds to a few
+decimals are recognised: a 0 among them need not be one.
 
 How it can mislead: tools average, smooth or sample the loss before they log it, and often not the loss of one softmax.
 """
@@ -19,8 +20,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,7 @@ NOT_TRAINED = re.compile(r"val|eval|test|scale|__min|__max|runtime|epoch")
 WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
 
 _OPEN_CLIP = re.compile(r"Train Epoch: (?P<epoch>\d+) \[\s*(?P<samples>\d+)/(?P<total>\d+) (?P<rest>.*[Ll]oss: .*)$")
+_OPEN_CLIP_PARAMETER = re.compile(r"(?m)\| INFO \|   (\w+): (\S+)\s*$")
 _OPEN_CLIP_SCALE = re.compile(r"Logit Scale: (\S+)")
 _OPEN_CLIP_LOSS = re.compile(r"(\w*[Ll]oss): (\S+) \(")
 
@@ -76,8 +79,9 @@ def view_log(path: Path, *, loss_column: str | None = None, step_column: str | N
 
     table = read_table(path)
     frame, notes = _columns(table, path, loss_column, step_column)
+    decimals = {name: n for name in ("loss", "grad_norm") if name in frame and (n := decimals_of(frame[name].tolist())) is not None}
     empty = pd.DataFrame()
-    return View(
+    view = View(
         path=path,
         kind=table.kind,
         trained="",
@@ -86,7 +90,21 @@ def view_log(path: Path, *, loss_column: str | None = None, step_column: str | N
         readings=empty,
         evals=empty,
         notes=(*table.notes, *notes),
+        decimals=decimals,
     )
+    return replace(view, notes=(*view.notes, *(view.rounding(name) for name in decimals if (frame[name] == 0).any())))
+
+
+def decimals_of(values: Sequence[float | None]) -> int | None:
+    """Digits after the point that all of the values are rounded to; None where they are not, or are too few to tell.
+
+    Of ten and more different values at least four fifths need all of the digits, as values rounded to a grid do.
+    """
+    numbers = {value for value in values if value is not None and math.isfinite(value) and value != 0}
+    digits = [max(0, -int(Decimal(repr(value)).normalize().as_tuple().exponent)) for value in numbers]
+    if len(digits) < 10 or max(digits) > 6:
+        return None
+    return max(digits) if digits.count(max(digits)) >= 0.8 * len(digits) else None
 
 
 def read_table(path: Path) -> Table:
@@ -96,6 +114,8 @@ def read_table(path: Path) -> Table:
             f"'{path}' is neither a run nor a file; give a run directory, or a log: .csv, .jsonl, .json, open_clip's out.log"
         )
     text = _text(path)
+    if not text.strip():
+        raise ValueError(f"'{path}' has no rows yet; give a log with at least one training loss")
     if '"schema": "gradscope.' in text[:200]:
         raise ValueError(f"'{path}' is one table of a run; give the run directory '{path.parent}'")
     if _OPEN_CLIP.search(text[:1] and next((line for line in text.splitlines() if "Train Epoch:" in line), "")):
@@ -125,16 +145,18 @@ def _open_clip(path: Path, text: str) -> Table:
         # Its learning rate is printed to six decimals, so that 1e-7 reads 0: not taken over.
         scale = _OPEN_CLIP_SCALE.search(found["rest"])
         rows.append({"step": epoch * total + samples, "epoch": epoch, "logit_scale": scale and scale[1], **losses})
-    width = _open_clip_width(path.parent / "params.txt")
-    notes = ("steps are counted in samples",) + ((f"softmax width {width} from params.txt",) if width else ())
+    params = path.parent / "params.txt"
+    width, where = _open_clip_width(_OPEN_CLIP_PARAMETER.findall(text)), "its parameter lines"
+    if width is None and params.is_file():
+        lines = params.read_text(encoding="utf-8").splitlines()
+        width, where = _open_clip_width([line.split(": ", 1) for line in lines if ": " in line]), "params.txt"
+    notes = ("steps are counted in samples",) + ((f"softmax width {width} from {where}",) if width else ())
     return Table(kind="open_clip out.log", rows=rows, width=width, notes=notes)
 
 
-def _open_clip_width(params: Path) -> int | None:
-    """Batch size times ranks times accumulation: open_clip's softmax spans all three. None without a params.txt."""
-    if not params.is_file():
-        return None
-    pairs = dict(line.split(": ", 1) for line in params.read_text(encoding="utf-8").splitlines() if ": " in line)
+def _open_clip_width(parameters: Iterable[Sequence[str]]) -> int | None:
+    """Batch size times ranks times accumulation: open_clip's softmax spans all three. None where the batch size is not there."""
+    pairs = {name: value.strip() for name, value in parameters}
     try:
         return int(pairs["batch_size"]) * int(pairs.get("world_size", 1)) * int(pairs.get("accum_freq", 1))
     except (KeyError, ValueError):

@@ -108,7 +108,7 @@ class View:
     """A run, or a log of another tool, as rules see it.
 
     ``kind`` is "run" or the kind of log; ``trained`` "infonce", "hn" or "" (not known, or nothing is trained); ``width`` None where it
-    is not known. ``notes`` are facts on how the log was read, to be shown.
+    is not known. ``notes`` are facts on how the log was read, to be shown; ``decimals`` column -> digits that the log rounds it to.
     """
 
     path: Path
@@ -121,6 +121,28 @@ class View:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    decimals: Mapping[str, int] = field(default_factory=dict)
+
+    def resolution(self, column: str) -> float:
+        """10^-decimals of a column that the log rounds; 0 where it does not."""
+        return 10.0 ** -self.decimals[column] if column in self.decimals else 0.0
+
+    def rounding(self, column: str) -> str:
+        """Words for that, of a column that is rounded."""
+        digits = self.decimals[column]
+        name = {"grad_norm": "gradient norm"}.get(column, column)
+        under = f"{5 * 10.0 ** -(digits + 1):.0e}"
+        return f"the log rounds the {name} to {digits} decimal{'s' * (digits != 1)}, so that its 0 is anything under {under}"
+
+    def failure(self, quantity: str) -> str:
+        """What the probe wrote of the first failure of a quantity; "" where nothing is found."""
+        said = re.search(rf"'{re.escape(quantity)}' of the probe failed: (?:\w+: )?(.*)", self._console)
+        return said[1] if said else ""
+
+    @cached_property
+    def _console(self) -> str:
+        file = self.path / "console.log"
+        return file.read_text(encoding="utf-8", errors="replace") if self.kind == "run" and file.is_file() else ""
 
     @property
     def term(self) -> str:

@@ -408,7 +408,7 @@ def _require_run(path: Path) -> None:
         return
     raise ValueError(
         f"{path} is not a run directory: looked for recipe.toml and provenance.json, found {_contents(path)}; "
-        "give a directory written by gradscope train."
+        "give a directory written by gradscope train or gradscope.Probe."
     )
 
 

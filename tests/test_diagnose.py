@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import math
+import random
 import re
 import secrets
 import subprocess
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from gradscope.cli import app
 from gradscope.diagnose import diagnose, look
-from gradscope.loss_log import read_table, view_log
+from gradscope.loss_log import decimals_of, read_table, view_log
 from gradscope.rules import SEVERITIES, rules
 from gradscope.run_view import Series, Unmeasured
 
@@ -248,6 +249,81 @@ def test_losses_under_zero_are_no_saturation(tmp_path: Path) -> None:
     assert any(note.startswith("40 losses are under 0") for note in view.notes)
 
 
+PARAMETERS = "".join(
+    f"2026-01-01,00:00:00 | INFO | {line}\n"
+    for line in ("Params:", "  accum_freq: 2", "  batch_size: 32", "  logs: ./logs/", "  name: a b: c", "  world_size: 4")
+)
+
+
+def test_the_width_is_read_from_the_parameter_lines_of_open_clip(tmp_path: Path) -> None:
+    log = open_clip_log(tmp_path, losses(0.5))
+    log.write_text(PARAMETERS + log.read_text())
+    view = look(log)
+    assert view.width == 256
+    assert "softmax width 256 from its parameter lines" in view.notes
+
+
+def test_a_zero_of_a_log_of_four_decimals_is_no_zero(tmp_path: Path) -> None:
+    """Neither the loss nor the gradient norm is said to be 0: what the log shows is that both are under 5e-5."""
+    rows = [{"step": k, "loss": f"{2.7 * 0.93**k:.4f}", "grad_norm": f"{0.5 * 0.9**k:.4f}"} for k in range(300)]
+    path = write_csv(tmp_path / "log.csv", rows)
+    assert look(path).decimals == {"loss": 4, "grad_norm": 4}
+    assert ids(path) == ["GS003"]
+    said = " ".join(run(app, ["diagnose", str(path)]).output.split())
+    assert "SATURATED loss under 5e-05 nat (median)" in said
+    assert "the log rounds the loss to 4 decimals, so that its 0 is anything under 5e-05" in said
+
+
+def test_a_log_of_two_decimals_tells_of_no_saturation(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "log.csv", [{"step": k, "loss": f"{2.7 * 0.93**k:.2f}"} for k in range(300)])
+    assert ids(path) == []
+    assert "not to be judged: the log rounds the loss to 2 decimals" in " ".join(run(app, ["diagnose", str(path)]).output.split())
+
+
+@pytest.mark.parametrize(
+    ("form", "decimals"), [("{:.3f}", 3), ("{:.6f}", 6), ("{:.5g}", None), ("{!r}", None), ("{:.8f}", None), ("{:.1e}", None)]
+)
+def test_decimals_are_those_of_the_format(form: str, decimals: int | None) -> None:
+    draw = random.Random(secrets.randbits(32))
+    values = [float(form.format(10 ** draw.uniform(-3, 1))) for _ in range(400)]
+    assert decimals_of([*values, 0.0, math.nan, None]) == decimals
+    assert decimals_of([0.5] * 100) is None, "one value is no grid"
+
+
+@pytest.mark.parametrize(
+    ("below", "anchors", "steps", "said"),
+    [
+        (1.0, 1.0, 40, "SATURATED loss 0.4 nat (median), 100% of batches and 100% of anchors under 1e-3 (epoch 2: 10 measured"),
+        (0.3, 0.4, 40, "partly saturated loss 0.4 nat (median), 30% of batches and 40% of anchors under 1e-3"),
+        (0.0, 0.85, 40, "partly saturated loss 0.4 nat (median), 0% of batches and 85% of anchors under 1e-3"),
+        (0.0, 0.2, 40, "not saturated loss 0.4 nat"),
+        (1.0, 1.0, 9, "too few measured batches to judge (5)"),
+    ],
+)
+def test_the_first_lines_say_the_state(below: float, anchors: float, steps: int, said: str, tmp_path: Path) -> None:
+    readings = {("saturation", "below_1e-3", "*"): below, ("saturation", "rows_below_1e-3.*", "*"): anchors}
+    path = hand_run(tmp_path / "run", readings, steps=steps)
+    done = run(app, ["diagnose", str(path), "--json", str(tmp_path / "out.json")])
+    assert f"(run; InfoNCE; width 64): {said}" in " ".join(done.output.split())
+    state = json.loads((tmp_path / "out.json").read_text())["runs"][0]["state"]
+    assert (state["anchors"], state["batches"]) == ((None, None) if steps == 9 else (pytest.approx(anchors), pytest.approx(below)))
+
+
+def test_what_the_probe_said_of_a_failure_is_evidence(tmp_path: Path) -> None:
+    path = hand_run(tmp_path / "run", {("gap", "failed", ""): 1.0})
+    (path / "console.log").write_text("step 1: 'gap' of the probe failed: ValueError: no such margin\n")
+    finding = diagnose(look(path)).findings[0]
+    assert finding.evidence[0].what == "failures of 'gap' (no such margin)"
+
+
+def test_empty_files_and_folders_without_a_run(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("\n")
+    with pytest.raises(ValueError, match="has no rows yet; give a log"):
+        look(tmp_path / "empty.csv")
+    with pytest.raises(ValueError, match=r"written by gradscope train or gradscope\.Probe\.$"):
+        look(tmp_path)
+
+
 def test_lines_of_older_open_clip_versions(tmp_path: Path) -> None:
     """The loss stood before the scale, and nothing behind it."""
     line = "Train Epoch: 0 [{:>5}/40000 (1%)] Loss: {:#.5g} (2.1) Data (t): 0.1 Batch (t): 0.9, 71.1/s LR: 0.000010 Logit Scale: 71.2\n"
@@ -426,7 +502,7 @@ def test_muted_rules_are_left_out_and_said(broken: Path) -> None:
 def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
     unread = str(hand_run(tmp_path / "run", probed=False, recipe={"probe.log_grads": False}))
     short, long = (" ".join(run(app, ["diagnose", unread, *more]).output.split()) for more in ([], ["--unmeasured"]))
-    assert short.endswith("12 had too little to look at (--unmeasured lists them).")
+    assert short.endswith("13 had too little to look at (--unmeasured lists them).")
     assert "gradscope.Probe" not in short
     assert long.startswith(short)
     assert "gradscope.Probe" in long

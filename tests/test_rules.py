@@ -142,6 +142,26 @@ BY_HAND = [
         how="training loss 0.01, validation R@1 3 %",
         more={"columns": {"loss": 0.01}, "evals": [(0, 0.02, 0.01), (40, 0.03, 0.02)]},
     ),
+    Broken(rule="GS030", how="one candidate", readings={**SATURATED, ("loss", "true", "*"): 0.0}, more={"facts": {"width": 1}}),
+    Broken(
+        rule="GS031",
+        how="scale 400, half of the anchors done",
+        readings={("saturation", "rows_below_1e-3.*", "*"): 0.6},
+        more={"columns": {"scale": 400.0}},
+    ),
+    Broken(
+        rule="GS031",
+        how="scale from 10 to 50, saturated",
+        readings=SATURATED,
+        more={"columns": {"scale": lambda step: 10.0 + step}},
+        also=("GS001",),
+    ),
+    Broken(
+        rule="GS032",
+        how="no gradient at the embeddings, residual .2",
+        readings={("hooks", "agreement", "*"): math.nan, ("hooks", "factor", "*"): math.nan},
+        more={"columns": {"grad_norm": 0.0}},
+    ),
     Broken(rule="GS029", how="loss from 0.4 to 2.5 and stays", more={"columns": {"loss": lambda step: 0.4 if step < 25 else 2.5}}),
 ]
 
@@ -186,7 +206,9 @@ def check_elsewhere(view: View) -> None:
     """The same run as gradscope.Probe would have logged it in a loop that is not ours: no remedy is one of our flags."""
     for finding in diagnose(dataclasses.replace(view, facts={**view.facts, "loop": "not gradscope's"})).findings:
         flags = set(re.findall(r"--[a-z][a-z-]+", finding.action))
-        named = {"GS005": {"--loss-form"}}.get(finding.id, set())  # said to be of gradscope train
+        named = {"GS005": {"--loss-form"}, "GS001": {"--accum-freq"}, "GS030": {"--accum-freq"}}.get(
+            finding.id, set()
+        )  # said to be of gradscope train
         assert flags <= named or finding.id == "GS028", finding  # which needs evaluations, that only runs of ours log
 
 
@@ -194,7 +216,7 @@ COMMANDS = {"what-if", "figure", "zeros", "audit", "data", "caption-geometry", "
 
 
 #: One value is enough for these, which the rule's docstring says.
-ONE_IS_ENOUGH = {"GS020", "GS025", "GS026"}
+ONE_IS_ENOUGH = {"GS020", "GS025", "GS026", "GS030"}
 
 
 @pytest.mark.parametrize("broken", BY_HAND, ids=lambda b: f"{b.rule}-{b.how.replace(' ', '-')}")
@@ -366,7 +388,17 @@ LOOPS = [
         {"GS004", "GS005", "GS007", "GS009", "GS010"},
     ),
     (Loop(width=8, noise=0.0, scale=90.0), "GS007", "logit gap of 80", {"GS001", "GS004", "GS005", "GS009"}),
-    (Loop(width=8, noise=0.0, scale=600.0), "GS008", "logit gap of 500", {"GS001", "GS004", "GS007", "GS009"}),
+    (Loop(width=8, noise=0.0, scale=600.0), "GS008", "logit gap of 500", {"GS001", "GS004", "GS007", "GS009", "GS031"}),
+    (Loop(width=1), "GS030", "one pair at a time", set()),
+    (
+        Loop(width=16, noise=0.3, scale=1000.0),
+        "GS031",
+        "a scale of 1000",
+        {"GS001", "GS004", "GS005", "GS006", "GS007", "GS008", "GS009"},
+    ),
+    (Loop(loss=lambda *towers: 0 * clip_loss(*towers)), "GS032", "a loss times 0", {"GS008", "GS009", "GS016", "GS021"}),
+    (Loop(loss=lambda image, text, scale: clip_loss(image.detach(), text.detach(), scale)), "GS032", "both towers detached", set()),
+    (Loop(loss=lambda image, text, scale: clip_loss(image, text.detach(), scale)), "GS032", "one tower detached", set()),
     (Loop(width=64, noise=0.05, scale=40.0, spoil=swap_two), "GS006", "two pairs of 64 swapped, all others solved", {"GS005"}),
     (
         Loop(steps=34, lr=0.03, noise=0.5, spoil=lambda rows: rows.roll(1, 0)),
@@ -463,6 +495,8 @@ def test_healthy_loops_of_others_are_left_in_peace(width: int, tmp_path: Path) -
         },
         {"readings": {("loss", "true", "infonce"): lambda step: math.log(WIDTH) * (1 - step / 200)}},  # starts at chance, comes down
         {"readings": {("scale", "at_limit", ""): 1.0}},
+        {"columns": {"scale": 400.0}},  # large, and few anchors done
+        {"columns": {"scale": lambda step: 10.0 + step}},
         {
             "recipe": HN,
             "readings": {("gap", "violated_with_margin.*", "hn"): 1.0, ("loss", "true", "hn"): lambda step: 30 * 0.95**step},

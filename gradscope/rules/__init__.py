@@ -3,7 +3,8 @@
 A rule is a frozen dataclass whose fields are its thresholds and whose call takes a ``View`` and returns a ``Finding`` or None. It is
 silent unless sure: it raises ``Unmeasured`` (through the view) where the log lacks what it needs, or holds fewer measured batches
 than its ``least``. Its class variable ``elsewhere``, if it has one, is the action in a loop that is not ours, where our flags are no
-remedy. An id is never reused; a rule that proves wrong is removed together with its id.
+remedy. A rule whose ``any_width`` is true also looks where the softmax has one candidate, and everything about it is 0. An id is
+never reused; a rule that proves wrong is removed together with its id.
 """
 
 from __future__ import annotations

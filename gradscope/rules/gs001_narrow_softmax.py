@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from gradscope.judgement import SATURATED
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
-from gradscope.rules.saturated import residual_evidence, share_evidence, under_1e3, width_evidence
+from gradscope.rules.saturated import residual_evidence, scale_words, share_evidence, under_1e3, width_evidence
 from gradscope.run_view import View
 
 #: From this width on a saturated softmax is no longer put down to its width (2,000 scenes: 80 % saturated at 16, 0 % at 128).
@@ -27,8 +27,9 @@ class NarrowSoftmax:
     title: ClassVar[str] = "Saturated in a narrow softmax"
     severity: ClassVar[str] = "warning"
     elsewhere: ClassVar[str] = (
-        "A wider softmax: a larger batch, features gathered over ranks, or cached gradients (one softmax over all micro-"
-        "batches, at the memory of one); or batches of captions that are alike, or a margin at this width."
+        "A wider softmax: a larger batch, embeddings gathered over ranks with their gradient, or cached gradients (GradCache, "
+        "CachedMultipleNegativesRankingLoss, open_clip's --accum-freq: the memory of one micro-batch); or batches of captions that "
+        "are alike, or a margin at this width."
     )
     share: float = SATURATED
     wide: int = WIDE
@@ -42,12 +43,13 @@ class NarrowSoftmax:
         narrow = view.setting_or("train.accumulate_mode", "none") == "narrow"
         kept = f"--accumulate {accumulate}" if narrow else f"--accumulate {-(-self.wide // width)}"
         margin = "a larger --gamma" if view.trained == "hn" else "--objective hn --gamma 0.25 --margin live"
+        captions = f"{width - 1} random caption{'s' * (width > 2)}"
         return found(
             self,
             share_evidence(view, window),
             width_evidence(view),
             *where_measured(lambda: residual_evidence(view, self.least)),
-            cause=f"Each anchor is compared with {width - 1} random captions, and for most it is already right by a wide gap.",
+            cause=f"Each anchor is compared with {captions}, and for most it is already right by a wide gap." + scale_words(view),
             action=f"{kept} --accumulate-mode cached (one softmax over the whole step, at the same memory), or {margin} at this width.",
             effect="A wide softmax brings harder negatives into each batch: loss and residual rise by decades at the same weights.",
             verify="gradscope what-if at several widths on the last checkpoint; then diagnose the new run: GS001 should be gone.",

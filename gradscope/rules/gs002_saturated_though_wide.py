@@ -14,7 +14,7 @@ from typing import ClassVar
 from gradscope.judgement import SATURATED
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
 from gradscope.rules.gs001_narrow_softmax import WIDE
-from gradscope.rules.saturated import residual_evidence, share_evidence, under_1e3, width_evidence
+from gradscope.rules.saturated import residual_evidence, scale_words, share_evidence, under_1e3, width_evidence
 from gradscope.run_view import View
 
 
@@ -42,7 +42,8 @@ class SaturatedThoughWide:
             share_evidence(view, window),
             width_evidence(view),
             *where_measured(lambda: residual_evidence(view, self.least)),
-            cause="Random negatives of this data no longer confuse the model: it has learned them, or memorised the training set.",
+            cause="Random negatives of this data no longer confuse the model: it has learned them, or memorised the training set."
+            + scale_words(view),
             action=f"Look at the validation first. To go on: {margin}, batches of similar captions, harder data, or stop earlier.",
             effect="The margin keeps a residual on look-alike captions; stopping costs nothing if the validation has levelled off.",
             verify="The validation R@1 by epoch; gradscope what-if with --objective hn: from which gamma on the residual is above "

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradscope.rules import LOGGED, MEASURED, Finding, found, rules, where_measured
-from gradscope.run_view import Evidence, View
+from gradscope.run_view import Evidence, Unmeasured, View
 
 
 @rules.register("GS004")
 @dataclass(frozen=True, kw_only=True)
 class LossPrintsZero:
     id: ClassVar[str] = "GS004"
-    title: ClassVar[str] = "The loss prints 0 and is not"
+    title: ClassVar[str] = "The loss prints 0"
     severity: ClassVar[str] = "note"
     elsewhere: ClassVar[str] = (
         "Read the true loss and the residual instead of the printed loss: gradscope.Probe logs both. If training is to go on, "
@@ -32,6 +32,8 @@ class LossPrintsZero:
         probed = view.reading("loss", "trained", view.term)
         window = probed.recent(self.least) if len(probed.values) else view.column("loss").recent(LOGGED)
         share = window.share(window.values == 0)
+        if not len(probed.values) and view.resolution("loss") and share:
+            raise Unmeasured(f"{view.rounding('loss')}: a 0 need not be one")
         if share < self.share:
             return None
         return found(
@@ -42,7 +44,7 @@ class LossPrintsZero:
             cause="Cross-entropy in fp32 rounds to 0 below about 6e-8. The gradient does not: it is formed from the "
             "negatives, and in fp32 "
             "it is exactly 0 only beyond a logit gap of about 100."
-            + ("" if view.kind == "run" else " Or the log rounds to a few digits."),
+            + ("" if view.kind == "run" else " Or the log rounds to a few digits: it does not show which."),
             action="Read the true loss and the residual instead of the printed loss (--log-grads). If training is to go on, see the "
             "finding on saturation.",
             effect="None on training: this is what the printed number cannot show.",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradscope.rules import LOGGED, MEASURED, Finding, found, rules, where_measured
-from gradscope.run_view import Evidence, View, Window
+from gradscope.run_view import Evidence, Unmeasured, View, Window
 
 
 @rules.register("GS007")
@@ -38,7 +38,8 @@ class NormUnderflow:
             window.evidence("share with a norm of 0 in fp32", window.mean()),
             *where_measured(lambda: self._true(view)),
             cause="An fp32 norm squares its entries: below about 1e-23 every square is 0, and so is the norm that is printed and "
-            "clipped.",
+            "clipped."
+            + ("" if len(view.readings) else " This log cannot tell it from a gradient that really is 0, which a probe can."),
             action="Read max-abs and the true norm (readings gradient/norm, accumulation/norm); do not clip by this norm (--set "
             "train.grad_clip=0), and see the finding on saturation for the cause.",
             effect="The readings show how small the gradient is instead of 0.",
@@ -49,7 +50,11 @@ class NormUnderflow:
         series = view.reading("zeros", "naive_norm_zero", view.term)
         if len(series.values):
             return series.recent(self.least)
+        if "loop" in view.facts:  # its grad_norm is formed without underflow: a 0 there is a gradient of 0 (GS008, GS032)
+            series.recent(self.least)
         norm = view.column("grad_norm").recent(LOGGED)
+        if view.resolution("grad_norm") and (norm.values == 0).any():
+            raise Unmeasured(f"{view.rounding('grad_norm')}: a 0 need not be one")
         return Window(values=(norm.values == 0).astype(float), where=norm.where)
 
     def _true(self, view: View) -> Evidence:

@@ -24,6 +24,7 @@ class LossScale:
     id: ClassVar[str] = "GS012"
     title: ClassVar[str] = "Mixed precision skips steps"
     severity: ClassVar[str] = "error"
+    any_width: ClassVar[bool] = True
     elsewhere: ClassVar[str] = (
         "torch.autocast in bf16 (no GradScaler needed) or fp32; else a lower learning rate, or gradients clipped at norm 1 "
         "after scaler.unscale_."

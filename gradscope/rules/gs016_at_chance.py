@@ -74,9 +74,15 @@ class AtChance:
         rate, repeated = where_measured(lambda: self._rate(view)), where_measured(lambda: self._repeated(view))
         if rate and rate[0].value == 0:
             return "The learning rate is 0: nothing moves."
+        if self._still(view):
+            return "The gradient of every step is 0: nothing moves, whatever the pairs are."
         if repeated and repeated[0].value >= (view.width or 2) / 2:
             return "At least half of the captions repeat another of their batch: no model can tell them apart."
         return "Nothing of the pairing has been learned: wrong pairs, captions too much alike, or a rate that destroys the weights."
+
+    def _still(self, view: View) -> bool:
+        norms = view.column("grad_norm").values
+        return len(norms) >= self.least and bool((norms == 0).all())
 
     def _rate(self, view: View) -> Evidence:
         window = view.column("lr").whole()

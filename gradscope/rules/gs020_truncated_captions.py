@@ -21,6 +21,7 @@ class TruncatedCaptions:
     id: ClassVar[str] = "GS020"
     title: ClassVar[str] = "Captions are cut at the context"
     severity: ClassVar[str] = "warning"
+    any_width: ClassVar[bool] = True
     elsewhere: ClassVar[str] = (
         "A text encoder with a longer context, shorter captions, or the sentence that tells pictures apart put first."
     )

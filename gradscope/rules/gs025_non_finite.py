@@ -26,6 +26,7 @@ class NonFinite:
     id: ClassVar[str] = "GS025"
     title: ClassVar[str] = "Values are nan or infinite"
     severity: ClassVar[str] = "error"
+    any_width: ClassVar[bool] = True
     elsewhere: ClassVar[str] = (
         "Go back to the last checkpoint before the first such step; bf16 or fp32 instead of fp16, a lower learning rate, "
         "gradients clipped at norm 1; look at that step's batch (zero vectors, empty captions)."

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from gradscope.judgement import SATURATED
 from gradscope.rules import LOGGED, MEASURED, Finding, found, rules
+from gradscope.rules.gs032_no_gradient import lost
 from gradscope.rules.saturated import under_1e3
 from gradscope.run_view import Evidence, Unmeasured, View
 
@@ -25,6 +26,7 @@ class ProbeSilent:
     id: ClassVar[str] = "GS026"
     title: ClassVar[str] = "The probe does not see what is trained"
     severity: ClassVar[str] = "error"
+    any_width: ClassVar[bool] = True
     elsewhere: ClassVar[str] = (
         "Read the lines of the probe in console.log. Give the Probe its loss=, scaler= and trained=, or call probe.watch(image,"
         " text, scale) with what the loss compares."
@@ -57,11 +59,10 @@ class ProbeSilent:
     def _failed(self, view: View) -> list[Evidence]:
         if not len(view.readings):
             return []
+        if lost(view, MEASURED):
+            return []  # GS032 says it
         failed = view.readings[view.readings["key"] == "failed"]
-        return [
-            Evidence(what=f"failures of '{name}'", value=float(len(rows)), unit="steps", where=f"first at step {rows['step'].min()}")
-            for name, rows in failed.groupby("quantity")
-        ]
+        return [_failures(view, str(name), rows["step"].tolist()) for name, rows in failed.groupby("quantity")]
 
     def _disagrees(self, view: View) -> list[Evidence]:
         if not view.trained or view.setting_or("objective.token_weight", 0.0) > 0:
@@ -76,3 +77,12 @@ class ProbeSilent:
         long = [factor.evidence("its length in units of the objective's own, median", factor.median(), "ratio")]
         turned = agreement.median() < self.agreement and not saturated
         return (low if turned else []) + (long if factor.median() > self.factor else [])
+
+
+def _failures(view: View, name: str, steps: list[int]) -> Evidence:
+    """With the probe's own words, where it wrote any."""
+    words = view.failure(name)
+    what = f"failures of '{name}'" + (f" ({words})" if words else "")
+    return Evidence(
+        what=what, value=float(len(steps)), unit="step" if len(steps) == 1 else "steps", where=f"first at step {min(steps)}"
+    )

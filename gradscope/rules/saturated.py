@@ -20,6 +20,8 @@ def under_1e3(view: View, least: int) -> Window:
     if len(series.values):
         return series.recent(least)
     window = view.column("loss").recent(LOGGED)
+    if 0.5 * view.resolution("loss") > UNDER:
+        raise Unmeasured(f"{view.rounding('loss')}, and a loss under 1e-3 cannot be told from one above")
     return Window(values=(np.abs(window.values) < UNDER).astype(float), where=window.where)
 
 
@@ -29,8 +31,24 @@ def share_evidence(view: View, window: Window) -> Evidence:
 
 
 def width_evidence(view: View) -> Evidence:
-    where = "the run's provenance" if view.kind == "run" else "--width, or params.txt beside the log"
-    return Evidence(what="softmax width", value=view.known_width, unit="candidates", where=where)
+    where = "the run's provenance" if view.kind == "run" else "--width, or the settings that the log holds"
+    return Evidence(
+        what="softmax width", value=view.known_width, unit="candidate" if view.known_width == 1 else "candidates", where=where
+    )
+
+
+def anchors_evidence(view: View, least: int) -> Evidence:
+    window = view.both("saturation", "rows_below_1e-3", view.term).recent(least)
+    return window.evidence("share of anchors with a residual under 1e-3", window.mean())
+
+
+def scale_words(view: View) -> str:
+    """A sentence on what the scale makes of a gap; nothing where no scale was logged."""
+    try:
+        scale = view.column("scale").recent().median()
+    except Unmeasured:
+        return ""
+    return f" At a scale of {scale:.0f} a gap of 0.1 in cosine is {scale / 10:.1f} logits."
 
 
 def residual_evidence(view: View, least: int) -> Evidence:
