@@ -118,7 +118,7 @@ def audit(
     found = medians(frame)
     out.print(table(found, f"{title}, scale {frame['scale'].iloc[0]:.4g}: medians over batches"))
     for line in sentences(found):
-        out.print(line)
+        out.print(line, soft_wrap=True)
     if output:
         _write(frame, output)
 
