@@ -223,7 +223,9 @@ def test_the_figure_draws_what_was_logged(tmp_path):
             log.write_readings(rows)
             log.write_steps([{"step": step, "samples": step, "epoch": 1, "loss": 1.0}])
     figure, frame = figures["sketch"](Run(tmp_path / "run"))
-    assert figure.axes
+    for axes in figure.axes[:4]:
+        assert axes.get_xlim()[0] == 0.5, "nothing before the first step"
+        assert all(tick == round(tick) for tick in axes.get_xticks()), "whole steps"
     image = frame[frame["tower"] == "image"]
     for step, counts in drawn.items():
         rows = image[image["step"] == step]
