@@ -185,7 +185,7 @@ def _print_unmeasured(diagnosis: Diagnosis) -> None:
 
     remedies: dict[str, list[str]] = {}
     for name, reason in diagnosis.unmeasured.items():
-        remedies.setdefault(reason.split("; ")[-1], []).append(name)  # what would record it, where that is said
+        remedies.setdefault(reason.split("; ")[-1], []).append(name)  # the setting that records it, where that is said
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(overflow="fold", max_width=42)

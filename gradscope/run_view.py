@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradscope.judgement import window
+from gradscope.recording import recorded_by
 from gradscope.runlog import Run
 from gradscope.types import DIRECTIONS
 from gradscope.verdict import TERMS
@@ -30,9 +31,6 @@ from gradscope.verdict import TERMS
 if TYPE_CHECKING:
     import pandas as pd
 
-
-#: What would record a reading that is not there.
-PROBE = "the probe reads it: gradscope train --log-grads, or gradscope.Probe in a loop of your own"
 
 GIVE_WIDTH = "give --width"
 
@@ -188,7 +186,11 @@ class View:
         """One reading over the run."""
         name = f"reading {quantity}/{key}" + (f" of {term}" if term else "")
         chosen = self._readings.get((quantity, key, term))
-        return self._series(name, "measured batches", PROBE, chosen, "value")
+        return self._series(name, "measured batches", self.recorded_by(quantity, key), chosen, "value")
+
+    def recorded_by(self, quantity: str, key: str) -> str:
+        """Which setting of this kind of run records a reading that is not there; "" where none is known."""
+        return recorded_by(quantity, key, self.recipe, kind=self.kind, own=self.own)
 
     def directions(self, quantity: str, key: str, term: str = "") -> list[Series]:
         """``key``.i2t and ``key``.t2i."""

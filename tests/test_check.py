@@ -118,13 +118,12 @@ def test_findings_are_a_gate(severity: str, code: int, tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_neither_passes_nor_fails(tmp_path: Path) -> None:
-    path = hand_run(
-        tmp_path / "run", {("zeros", "entries_reached.parameters", "*"): None, ("saturation", "rows_below_1e-3.*", "*"): 0.9}
-    )
+    readings = {("zeros", "entries_reached.parameters", "*"): None, ("saturation", "rows_below_1e-3.*", "*"): 0.9}
+    path = hand_run(tmp_path / "run", readings, recipe={"probe.set": "default"})
     done = run(app, ["check", str(path), "--max-exact-zero", "0.5", "--max-saturated-rows", "0.5"])
     assert done.exit_code == 2
     assert "not measured" in done.output
-    assert "--log-grads" in done.output
+    assert "--probe-set full records it" in " ".join(done.output.split())
     log = tmp_path / "log.csv"
     log.write_text("step,loss\n" + "".join(f"{step},0.5\n" for step in range(1, 60)))
     assert run(app, ["check", str(log), "--max-loss", "1"]).exit_code == 0

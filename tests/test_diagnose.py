@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import logging
 import math
@@ -21,8 +22,10 @@ from typer.testing import CliRunner
 from gradscope.cli import app
 from gradscope.diagnose import diagnose, look
 from gradscope.loss_log import decimals_of, read_table, view_log
+from gradscope.recording import SETS, TIERS, recorded_by
 from gradscope.rules import SEVERITIES, rules
 from gradscope.run_view import Series, Unmeasured
+from gradscope.runlog import RunLog
 
 STEPS = 60
 run = CliRunner().invoke
@@ -503,9 +506,82 @@ def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
     unread = str(hand_run(tmp_path / "run", probed=False, recipe={"probe.log_grads": False}))
     short, long = (" ".join(run(app, ["diagnose", unread, *more]).output.split()) for more in ([], ["--unmeasured"]))
     assert short.endswith("13 had too little to look at (--unmeasured lists them).")
-    assert "gradscope.Probe" not in short
+    assert "--log-grads records it" not in short
     assert long.startswith(short)
-    assert "gradscope.Probe" in long
+    assert "--log-grads records it" in long
+
+
+OWN = {"kind": "run", "own": True}
+PROBE = {"kind": "run", "own": False}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "key", "probe", "who", "words"),
+    [
+        ("saturation", "below_1e-3", {"log_grads": False, "set": "full"}, OWN, "--log-grads records it"),
+        ("optimizer", "stale", {"log_grads": True, "set": "default"}, OWN, "--probe-set full records it"),
+        ("zeros", "entries.parameters", {"log_grads": False, "set": "loss"}, OWN, "--log-grads and --probe-set full record it"),
+        ("zeros", "all_zero.logits", {"log_grads": True, "set": "loss"}, OWN, "--probe-set default records it"),
+        ("scale", "at_limit", {"log_grads": True}, OWN, "--scale learn records it"),
+        ("saturation", "below_1e-3", {"log_grads": True}, OWN, ""),
+        ("gradient", "norm.text", {"set": "default"}, PROBE, 'Probe(probe_set="full") records it'),
+        ("zeros", "naive_norm_zero", {"set": "default"}, PROBE, 'Probe(probe_set="full") records it'),
+        ("scale", "at_limit", {"set": "full"}, PROBE, "Probe(scale_max=...) records it"),
+        ("captions", "mean", {"set": "full"}, PROBE, "probe.watch(..., captions=...) records it"),
+        ("captions", "truncated", {"set": "full"}, PROBE, "probe.watch(..., captions=..., lengths=...) records it"),
+        (
+            "captions",
+            "mean",
+            {"set": "loss"},
+            PROBE,
+            'Probe(probe_set="default") and probe.watch(..., captions=...) record it',
+        ),
+        ("saturation", "below_1e-3", {}, {"kind": "JSON lines", "own": False}, "gradscope.Probe() in that loop records it"),
+        ("optimizer", "stale", {}, {"kind": "JSON lines", "own": False}, 'gradscope.Probe(probe_set="full") in that loop records it'),
+    ],
+)
+def test_the_setting_that_records_it_is_named(quantity: str, key: str, probe: dict, who: dict, words: str) -> None:
+    assert recorded_by(quantity, key, {"probe": probe} if probe else {}, **who) == words
+
+
+def test_the_sets_are_those_of_the_quantities() -> None:
+    """Held twice, since rules reach no torch; and every argument and flag that is named is there."""
+    from gradscope import quantities
+    from gradscope.probe import Probe
+
+    assert quantities.SETS == SETS
+    assert {name: component.tier for name, component in quantities.quantities if name in TIERS} == TIERS
+    assert {"probe_set", "scale_max"} <= set(inspect.signature(Probe).parameters)
+    assert {"captions", "lengths"} <= set(inspect.signature(Probe.watch).parameters)
+    assert Probe.log_recall
+
+
+def test_one_line_for_each_setting(tmp_path: Path) -> None:
+    readings = {
+        ("optimizer", "eps_dominated", "total"): None,
+        ("optimizer", "stale", "total"): None,
+        ("captions", "exact_duplicates", ""): None,
+    }
+    path = hand_run(tmp_path / "run", readings, facts={"loop": "not gradscope's"}, recipe={"probe.set": "default"})
+    said = [" ".join(line.split()) for line in run(app, ["diagnose", str(path), "--unmeasured"]).output.splitlines()]
+    assert 'GS009, GS010 Probe(probe_set="full") records it' in said
+    assert "GS018 probe.watch(..., captions=...) records it" in said
+
+
+def test_recall_that_a_loop_told_needs_no_interval(tmp_path: Path) -> None:
+    """probe.log_recall gives none: a poor recall at a solved loss is found all the same."""
+    log = hand_run(tmp_path / "run", columns={"loss": 0.01}, facts={"loop": "not gradscope's"}, evals=[])
+    rows = [
+        {"step": step, "epoch": 1, "dataset": "own", "split": "val", "direction": d, "metric": "R@1", "value": 0.03, "low": None}
+        for step in (20, 40)
+        for d in ("i2t", "t2i")
+    ]
+    (log / "DONE").unlink()
+    with RunLog.reopen(log, step=40, provenance={"width": 64, "loop": "not gradscope's"}) as more:
+        more.write_evals([{**row, "high": None, "n_queries": None, "n_candidates": None, "protocol": "own"} for row in rows])
+    found = diagnose(look(log)).findings
+    assert [finding.id for finding in found] == ["GS028"]
+    assert all(math.isfinite(evidence.value) for evidence in found[0].evidence)
 
 
 def test_the_width_is_asked_for_where_it_would_help(tmp_path: Path) -> None:

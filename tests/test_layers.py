@@ -60,6 +60,7 @@ LAYERS = {
         "caption_geometry",
         "verdict",
         "judgement",
+        "recording",
         "probe_cost",
         "export",
         "watch",

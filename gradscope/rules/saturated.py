@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradscope.rules import LOGGED
-from gradscope.run_view import PROBE, Evidence, Unmeasured, View, Window
+from gradscope.run_view import Evidence, Unmeasured, View, Window
 
 UNDER = 1e-3
 
@@ -55,7 +55,7 @@ def residual_evidence(view: View, least: int) -> Evidence:
     """As the verdict takes it: by direction the median of the batches' log10 of the mean residual, then the mean of both."""
     series = [s for s in view.directions("residual", "log10_mean", view.term) if len(s.values)]
     if not series:
-        raise Unmeasured(f"reading residual/log10_mean is not in the log; {PROBE}")
+        view.both("residual", "log10_mean", view.term).recent(least)  # raises, and says what records it
     windows = [s.recent(least) for s in series]
     value = 10 ** (sum(window.median() for window in windows) / len(windows))
     return windows[0].evidence("residual left, median over batches, both directions", value, "probability")
