@@ -36,9 +36,9 @@ def _between_words(text: str, width: int) -> str:
     return "\n".join(broken)
 
 
-#: Messages and progress go to stderr, so that a table on stdout can be piped. Without markup: "[...]" in a path or caption is text.
-console = Console(stderr=True, highlight=False, markup=False)
-out = Console(highlight=False, markup=False)
+#: Messages and progress go to stderr, so that a table on stdout can be piped. "[...]" and ":key:" in a path or caption are text.
+console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+out = Console(highlight=False, markup=False, emoji=False)
 
 
 def bar(*columns: TextColumn) -> Progress:

@@ -231,8 +231,8 @@ RESUME = "to continue from the last checkpoint, give the same command with --res
         ),
         (("train", "--recipe", "recipe.toml"), f"what was written is kept; {RESUME}"),
         (("train", "--recipe", "recipe.toml", "--resume"), f"what was written is kept; {RESUME}"),
-        (("figure", "4", "run"), "to start again, repeat it"),
-        (("data", "info", "scenes"), "to start again, repeat it"),
+        (("figure", "4", "run"), "to start over, give the same command again"),
+        (("data", "info", "scenes"), "to start over, give the same command again"),
     ],
 )
 def test_an_interrupt_says_how_to_go_on(cli, monkeypatch, words, hint):

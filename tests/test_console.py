@@ -60,3 +60,10 @@ def test_a_bar_on_a_terminal_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress("waiting") as advance:
         advance(1, 3)
     assert "waiting" in file.getvalue()
+
+
+def test_names_are_printed_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    name = "runs/[red]/a:key:b"
+    module.out.print(name, soft_wrap=True)
+    module.console.print(name, soft_wrap=True)
+    assert [text.strip() for text in capfd.readouterr()] == [name, name]

@@ -28,7 +28,9 @@ from gradscope.cli.zeros import zeros
 
 #: Typer answers Ctrl-C with this code and no word.
 INTERRUPTED = 130
-#: How to go on after Ctrl-C, by command; the others write nothing before they end.
+#: What to do after Ctrl-C, of commands that have nothing to go on from.
+START_OVER = "to start over, give the same command again"
+#: And of those that have.
 GO_ON = {
     "train": "what was written is kept; to continue from the last checkpoint, give the same command with --resume",
     "sweep": "what was written is kept; to continue, give the same command again",
@@ -81,20 +83,24 @@ def main() -> None:
     try:
         app()
     except (ValueError, FloatingPointError) as error:
-        typer.echo(f"gradscope: {error}", err=True)
+        _say(str(error))
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
             raise
-        typer.echo(
-            f"gradscope: '{error.filename}' cannot be read or written: {error.strerror}; check the path and its rights", err=True
-        )
+        _say(f"'{error.filename}' cannot be read or written: {error.strerror}; check the path and its rights")
         sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            typer.echo(f"gradscope: stopped; {_go_on(sys.argv[1:])}.", err=True)
+            _say(f"stopped; {_go_on(sys.argv[1:])}.")
         raise
 
 
+def _say(line: str) -> None:
+    from gradscope.console import console
+
+    console.print(f"gradscope: {line}", soft_wrap=True)
+
+
 def _go_on(words: list[str]) -> str:
-    return next((hint for name, hint in GO_ON.items() if words[: name.count(" ") + 1] == name.split()), "to start again, repeat it")
+    return next((hint for name, hint in GO_ON.items() if words[: name.count(" ") + 1] == name.split()), START_OVER)
