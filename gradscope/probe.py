@@ -508,7 +508,7 @@ class Probe:
             what = failure.split(": ", 1)[-1]
             self._failures[what] += 1
             if self._failures[what] == 1:
-                console.print(failure, style="yellow", markup=False)
+                console.print(failure, style="yellow", markup=False, soft_wrap=True)
                 self._log.say(failure)
         self.reader.failures.clear()
 
@@ -516,7 +516,7 @@ class Probe:
         self._say_failures()
         for failure, times in self._failures.items():
             if times > 1:
-                console.print(f"the probe, {times} times: {failure}", style="yellow", markup=False)
+                console.print(f"the probe, {times} times: {failure}", style="yellow", markup=False, soft_wrap=True)
                 self._log.say(f"{times} times: {failure}")
         self._failures.clear()
 
