@@ -126,4 +126,8 @@ class Following:
 
     def width(self) -> int | None:
         width = self.attempts[-1].get("width")
-        return None if width is None else int(width)
+        return int(width) if width else None
+
+    def has_epochs(self) -> bool:
+        """Whether epochs mean something: in a loop that is not ours they are 1 until somebody tells."""
+        return "loop" not in self.attempts[-1] or any(row.get("epoch") != 1 for row in self._steps.values())

@@ -40,6 +40,12 @@ def recorded_by(quantity: str, key: str, recipe: Mapping[str, Any], *, kind: str
     return f"{' and '.join(words)} record{'s' * (len(words) == 1)} it" if words else ""
 
 
+def measured_by(recipe: Mapping[str, Any], *, own: bool) -> str:
+    """What makes more measured batches of a run, as a clause."""
+    every = recipe.get("probe", {}).get("every", 1) > 1 or recipe.get("probe", {}).get("budget")
+    return "a longer run" + (f", or {'--probe-every 1' if own else 'Probe(every=1)'}," * bool(every)) + " measures enough batches"
+
+
 def _flags(quantity: str, key: str, probe: Mapping[str, Any], needed: str, wider: bool) -> list[str]:
     words = [] if probe.get("log_grads") else ["--log-grads"]
     words += [f"--probe-set {needed}"] * wider

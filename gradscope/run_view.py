@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradscope.judgement import window
-from gradscope.recording import recorded_by
+from gradscope.recording import measured_by, recorded_by
 from gradscope.runlog import Run
 from gradscope.types import DIRECTIONS
 from gradscope.verdict import TERMS
@@ -81,6 +81,7 @@ class Series:
     steps: np.ndarray  # int [n], rising
     epochs: np.ndarray  # float [n], nan where unknown
     values: np.ndarray  # float64 [n]
+    denser: str = ""  # what would record more of it
 
     def whole(self, least: int = 1) -> Window:
         """Every finite value. Raises Unmeasured if there are fewer than ``least``."""
@@ -96,7 +97,8 @@ class Series:
         if not len(self.values):
             raise Unmeasured(f"{self.name} is not in the log" + (f"; {self.missing}" if self.missing else ""))
         if len(values) < max(least, 1):
-            raise Unmeasured(f"{self.name} has {len(values)} {self.unit}, at least {max(least, 1)} are needed")
+            words = f"{self.name} has {len(values)} {self.unit}, at least {max(least, 1)} are needed"
+            raise Unmeasured(words + (f"; {self.denser}" if self.denser else ""))
         where = f"{self.name}, {words} ({len(values)} {self.unit})"
         return Window(values=values, where=where, left_out=int(chosen.sum()) - len(values))
 
@@ -186,7 +188,8 @@ class View:
         """One reading over the run."""
         name = f"reading {quantity}/{key}" + (f" of {term}" if term else "")
         chosen = self._readings.get((quantity, key, term))
-        return self._series(name, "measured batches", self.recorded_by(quantity, key), chosen, "value")
+        series = self._series(name, "measured batches", self.recorded_by(quantity, key), chosen, "value")
+        return replace(series, denser=measured_by(self.recipe, own=self.own))
 
     def recorded_by(self, quantity: str, key: str) -> str:
         """Which setting of this kind of run records a reading that is not there; "" where none is known."""
@@ -207,6 +210,7 @@ class View:
             name=f"reading {quantity}/{key}.i2t and .t2i" + (f" of {term}" if term else ""),
             unit=there[0].unit,
             missing=there[0].missing,
+            denser=there[0].denser,
             steps=steps,
             epochs=there[0].epochs[np.isin(there[0].steps, steps)],
             values=(values[0] + values[1]) / 2,
@@ -277,7 +281,7 @@ def view_run(path: Path) -> View:
         path=path,
         kind="run",
         trained=trained if trained in TERMS else "",
-        width=None if width is None else int(width),
+        width=int(width) if width else None,  # 0: a loop whose first rows are of steps that were skipped before any was measured
         steps=run.steps,
         readings=run.readings,
         evals=run.evals,

@@ -196,7 +196,8 @@ def _state(summary: Summary) -> str:
         return ONE_CANDIDATE
     batches, anchors, judged = summary.judged
     if judged < LEAST:
-        return summary.state
+        more = f"; at least {LEAST} are needed: more steps" + (", or --probe-every 1" if summary.every > 1 else "")
+        return summary.state + more
     return f"{summary.state}. {batches:.0%} of the last {judged} measured batches and {anchors:.0%} of their anchors are under 1e-3"
 
 

@@ -98,7 +98,8 @@ def heading(run: Following) -> list[str]:
         return [f"no step yet; {state(run)}"]
     row, total = steps[-1], run.total_steps()
     attempt = run.attempts[-1]["attempt"]
-    words = [f"step {row['step']}" + (f" of {total}" if total else ""), f"epoch {row['epoch']}"]
+    words = [f"step {row['step']}" + (f" of {total}" if total else "")]
+    words += [f"epoch {row['epoch']}"] if run.has_epochs() else []
     words += [f"attempt {attempt}"] if attempt > 1 else []
     words += [f"width {run.width()}"] if run.width() else []
     return [" · ".join(words), state(run)]

@@ -544,6 +544,22 @@ def test_the_setting_that_records_it_is_named(quantity: str, key: str, probe: di
     assert recorded_by(quantity, key, {"probe": probe} if probe else {}, **who) == words
 
 
+@pytest.mark.parametrize(
+    ("facts", "probe", "words"),
+    [
+        ({}, {"probe.every": 5}, "a longer run, or --probe-every 1, measures enough batches"),
+        ({"loop": "not gradscope's"}, {"probe.every": 5}, "a longer run, or Probe(every=1), measures enough batches"),
+        ({"loop": "not gradscope's"}, {"probe.every": 1}, "a longer run measures enough batches"),
+    ],
+)
+def test_a_short_run_says_once_what_would_do(facts: dict, probe: dict, words: str, tmp_path: Path) -> None:
+    path = hand_run(tmp_path / "run", steps=4, every=1, facts=facts, recipe=probe)
+    diagnosis = diagnose(look(path))
+    reasons = [reason for reason in diagnosis.unmeasured.values() if "4 measured batches" in reason]
+    assert len(reasons) > 10
+    assert {reason.partition("; ")[2] for reason in reasons} == {words}, "one line of --unmeasured"
+
+
 def test_the_sets_are_those_of_the_quantities() -> None:
     """Held twice, since rules reach no torch; and every argument and flag that is named is there."""
     from gradscope import quantities

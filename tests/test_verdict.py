@@ -81,7 +81,7 @@ def test_a_win_needs_the_whole_interval(gain: tuple[float, float, float], state:
 @pytest.mark.parametrize(
     ("judged", "state"),
     [
-        ((1.0, 1.0, 1), "too few measured batches to judge (1)"),
+        ((1.0, 1.0, 1), "too few measured batches to judge (1); at least 6 are needed: more steps, or --probe-every 1"),
         ((0.44, 0.85, 20), "partly saturated. 44% of the last 20 measured batches and 85% of their anchors are under 1e-3"),
         ((0.0, 0.2, 20), "not saturated. 0% of the last 20"),
         ((0.5, 0.2, 6), "SATURATED. 50% of the last 6"),

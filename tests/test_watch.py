@@ -22,6 +22,7 @@ from test_sinks import create, eval_row, reading, step_row
 
 from gradscope import train_display
 from gradscope.following import WANTED, Following
+from gradscope.run_view import view_run
 from gradscope.runlog import Run, RunLog, Tail
 from gradscope.sparkline import LEVELS, sparkline
 from gradscope.watch import TALL, WINDOW, Panel, heading, watch
@@ -185,6 +186,19 @@ def test_every_line_fits_and_says_the_numbers(run: Path, width: int):
     assert "probe: 25.0% on top of the plain step, 30 batches measured" in text
 
 
+def test_no_epoch_and_no_width_where_there_are_none(tmp_path: Path):
+    own = {"loop": "not gradscope's"}
+    with RunLog.create(tmp_path / "run", recipe_toml="", provenance={"width": 0, **own}) as log:
+        log.write_steps([step_row(1)])
+        following = Following(log.path)
+        following.poll()
+        assert heading(following)[0] == "step 1"
+        log.write_steps([{**step_row(2), "epoch": 2}])
+        following.poll()
+        assert heading(following)[0] == "step 2 · epoch 2"
+    assert view_run(tmp_path / "run").width is None
+
+
 def test_a_narrow_terminal_cuts_no_word(run: Path):
     text = text_of(run, 60)
     assert {len(line) for line in text.splitlines()} == {60}
@@ -274,6 +288,7 @@ sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 import numpy as np
 from test_watch import write_step
+from gradscope.run_view import view_run
 from gradscope.runlog import RunLog
 with RunLog.reopen(Path(sys.argv[1]), step=0, provenance={"width": 16, "total_steps": 12}) as log:
     for step in range(1, 13):

@@ -40,7 +40,7 @@ class NoUpdate:
         rate = where_measured(lambda: self._rate(view))
         moved = self._moved(view)
         if not rate and not moved:
-            raise Unmeasured(f"neither the learning rate nor the size of the update is in the log{_recorded(view)}")
+            self._ratio(view, TOWERS[0])  # raises, and says what records it
         still, resting = bool(moved) and max(e.value for e in moved) < self.ratio, bool(rate) and rate[0].value == 0
         left = () if still or resting else tuple(evidence for tower in TOWERS for evidence in self._left_out(view, tower))
         if not still and not resting and not left:
@@ -91,8 +91,3 @@ def _falls(view: View) -> bool:
     values = view.column("loss").whole(LOGGED).values
     size = len(values) // 4
     return float(np.median(values[-size:])) < 0.98 * float(np.median(values[:size]))
-
-
-def _recorded(view: View) -> str:
-    setting = view.recorded_by("optimizer", "update_ratio")
-    return f"; {setting}" if setting else ""

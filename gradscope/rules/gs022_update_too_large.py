@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from gradscope.rules import MEASURED, Finding, found, rules, where_measured
 from gradscope.rules.gs021_no_update import TOWERS
-from gradscope.run_view import Evidence, Unmeasured, View
+from gradscope.run_view import Evidence, View
 
 
 @rules.register("GS022")
@@ -30,7 +30,7 @@ class UpdateTooLarge:
     def __call__(self, view: View) -> Finding | None:
         moved = [evidence for tower in TOWERS for evidence in where_measured(partial(self._ratio, view, tower))]
         if not moved:
-            raise Unmeasured(f"the size of the update is not in the log{_recorded(view)}")
+            self._ratio(view, TOWERS[0])  # raises, and says what records it
         if max(evidence.value for evidence in moved) < self.ratio:
             return None
         return found(
@@ -46,8 +46,3 @@ class UpdateTooLarge:
     def _ratio(self, view: View, tower: str) -> Evidence:
         window = view.reading("optimizer", f"update_ratio.{tower}", "total").whole(self.least)
         return window.evidence(f"update / weights of the {tower} tower, median over the run", window.median(), "ratio")
-
-
-def _recorded(view: View) -> str:
-    setting = view.recorded_by("optimizer", "update_ratio")
-    return f"; {setting}" if setting else ""
