@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradscope.judgement import unit_of
 from gradscope.loss_log import view_log
 from gradscope.registry import unknown_name
 from gradscope.rules import SEVERITIES, Finding, rules
@@ -133,7 +134,8 @@ def lines(finding: Finding) -> list[tuple[str, str]]:
 
 def _said(evidence: Evidence) -> str:
     value = evidence.value
-    number = f"{value:.0%}" if evidence.unit == "share" else f"{value:.3g} {evidence.unit if evidence.unit != '1' else ''}".rstrip()
+    unit = "" if evidence.unit == "1" else unit_of(value, evidence.unit)
+    number = f"{value:.0%}" if evidence.unit == "share" else f"{value:.3g} {unit}".rstrip()
     return f"{evidence.what}: {number}   [{evidence.where}]"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gradscope.diagnose import Diagnosis
-from gradscope.judgement import LEAST
+from gradscope.judgement import LEAST, unit_of
 from gradscope.rules import SEVERITIES
 from gradscope.run_view import Series, Unmeasured, View, Window
 
@@ -257,6 +257,6 @@ def junit(view: View, outcomes: Sequence[Outcome]) -> str:
 
 def said(outcome: Outcome) -> str:
     """One line: gate, limit, value."""
-    value = "not measured" if outcome.value is None else f"{outcome.value:.4g} {outcome.unit}"
+    value = "not measured" if outcome.value is None else f"{outcome.value:.4g} {unit_of(outcome.value, outcome.unit)}"
     limit = outcome.limit if isinstance(outcome.limit, str) else f"{outcome.limit:.4g}"
     return f"--{outcome.name} {limit}: {value}"

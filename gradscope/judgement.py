@@ -48,6 +48,13 @@ def window(epochs: np.ndarray, values: np.ndarray, least: int = LEAST) -> tuple[
     return chosen, words
 
 
+def unit_of(count: float, units: str) -> str:
+    """The unit for a count: 1 batch, 2 batches. ``units`` is a plural; what ends in no s ("nat") stays."""
+    if count != 1 or not units.endswith("s") or units.endswith("ss"):
+        return units
+    return units.removesuffix("es") if units.endswith("ches") else units.removesuffix("s")
+
+
 def saturation_state(batches: float, anchors: float = math.nan, *, judged: int = LEAST) -> str:
     """The word for a share of batches, and one of anchors where it is known, over ``judged`` measured batches."""
     if judged < LEAST:

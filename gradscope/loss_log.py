@@ -26,6 +26,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradscope.judgement import unit_of
 from gradscope.registry import unknown_name
 from gradscope.run_view import View
 
@@ -98,13 +99,19 @@ def view_log(path: Path, *, loss_column: str | None = None, step_column: str | N
 def decimals_of(values: Sequence[float | None]) -> int | None:
     """Digits after the point that all of the values are rounded to; None where they are not, or are too few to tell.
 
-    Of ten and more different values at least four fifths need all of the digits, as values rounded to a grid do.
+    Of ten and more different values at least four fifths need all of the digits, as values rounded to a grid do; or all of them are
+    small multiples of it.
     """
     numbers = {value for value in values if value is not None and math.isfinite(value) and value != 0}
     digits = [max(0, -int(Decimal(repr(value)).normalize().as_tuple().exponent)) for value in numbers]
-    if len(digits) < 10 or max(digits) > 6:
+    most = max(digits, default=0)
+    if not 2 <= most <= 6:
+        return 1 if most == 1 and len(digits) >= 10 else None
+    if max(numbers) < 20 * 10.0**-most:
+        return most
+    if len(digits) < 10:
         return None
-    return max(digits) if digits.count(max(digits)) >= 0.8 * len(digits) else None
+    return most if digits.count(most) >= 0.8 * len(digits) else None
 
 
 def read_table(path: Path) -> Table:
@@ -248,9 +255,11 @@ def _columns(table: Table, path: Path, loss_column: str | None, step_column: str
     negative = sum(-math.inf < value < 0 for _, _, value in rows)
     words = [loss_words, *step_words]
     words += [f"{ours} read from column '{name}'" for ours, name in chosen.items()]
-    words += [f"{without} rows without a loss left out"] * bool(without)
-    words += [f"{repeated} rows replaced by a later one of the same step"] * bool(repeated)
-    words += [f"{negative} losses are under 0, which no cross-entropy is: see --loss-column"] * bool(negative)
+    words += [f"{without} {unit_of(without, 'rows')} without a loss left out"] * bool(without)
+    words += [f"{repeated} {unit_of(repeated, 'rows')} replaced by a later one of the same step"] * bool(repeated)
+    words += [
+        f"{negative} {'loss is' if negative == 1 else 'losses are'} under 0, which no cross-entropy is: see --loss-column"
+    ] * bool(negative)
     frame = pd.DataFrame([kept[key] for key in sorted(kept)])
     return frame, words
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradscope.judgement import window
+from gradscope.judgement import unit_of, window
 from gradscope.recording import measured_by, recorded_by
 from gradscope.runlog import Run
 from gradscope.types import DIRECTIONS
@@ -97,9 +97,9 @@ class Series:
         if not len(self.values):
             raise Unmeasured(f"{self.name} is not in the log" + (f"; {self.missing}" if self.missing else ""))
         if len(values) < max(least, 1):
-            words = f"{self.name} has {len(values)} {self.unit}, at least {max(least, 1)} are needed"
+            words = f"{self.name} has {len(values)} {unit_of(len(values), self.unit)}, at least {max(least, 1)} are needed"
             raise Unmeasured(words + (f"; {self.denser}" if self.denser else ""))
-        where = f"{self.name}, {words} ({len(values)} {self.unit})"
+        where = f"{self.name}, {words} ({len(values)} {unit_of(len(values), self.unit)})"
         return Window(values=values, where=where, left_out=int(chosen.sum()) - len(values))
 
 
@@ -274,7 +274,9 @@ def view_run(path: Path) -> View:
     trains = "lr" in run.steps or "loop" in run.provenance
     trained = run.recipe.get("objective", {}).get("name", "") if trains else ""
     width = run.provenance.get("width")
-    notes = [f"{table}.jsonl: {count} rows of a superseded attempt left out" for table, count in _counted(run) if count]
+    notes = [
+        f"{table}.jsonl: {count} {unit_of(count, 'rows')} of a superseded attempt left out" for table, count in _counted(run) if count
+    ]
     if not run.done:
         notes.append("the run has not reached its end (no DONE): read up to its last whole line")
     return View(

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from gradscope.cli import app
 from gradscope.diagnose import diagnose, look
+from gradscope.judgement import unit_of
 from gradscope.loss_log import decimals_of, read_table, view_log
 from gradscope.recording import SETS, TIERS, recorded_by
 from gradscope.rules import SEVERITIES, rules
@@ -183,8 +184,8 @@ def test_what_is_missing_repeated_or_not_finite_is_counted(tmp_path: Path) -> No
     rows: list[dict] = [{"step": step, "loss": 0.5} for step in range(1, 41)]
     rows += [{"step": 40, "loss": 0.25}, {"step": 41, "loss": ""}, {"step": 42, "loss": "nan"}, {"step": 43, "loss": "inf"}]
     view = look(write_csv(tmp_path / "log.csv", rows))
-    assert "1 rows without a loss left out" in view.notes
-    assert "1 rows replaced by a later one of the same step" in view.notes
+    assert "1 row without a loss left out" in view.notes
+    assert "1 row replaced by a later one of the same step" in view.notes
     assert view.steps.set_index("step").loc[40, "loss"] == 0.25
     assert math.isnan(view.steps["loss"].iloc[-2])
     assert math.isinf(view.steps["loss"].iloc[-1])
@@ -291,6 +292,17 @@ def test_decimals_are_those_of_the_format(form: str, decimals: int | None) -> No
     values = [float(form.format(10 ** draw.uniform(-3, 1))) for _ in range(400)]
     assert decimals_of([*values, 0.0, math.nan, None]) == decimals
     assert decimals_of([0.5] * 100) is None, "one value is no grid"
+    assert decimals_of([0.0, 0.0001, 0.0003] * 20) == 4, "few values next to the grid are"
+    assert decimals_of([0.0] * 100) is None
+    assert decimals_of([2**-23, 0.0, 2**-22]) is None, "multiples of an fp32 rounding"
+
+
+@pytest.mark.parametrize(
+    ("count", "units", "unit"),
+    [(1, "measured batches", "measured batch"), (2, "steps", "steps"), (1, "rows", "row"), (1, "nat", "nat"), (0, "rows", "rows")],
+)
+def test_one_is_one(count: int, units: str, unit: str) -> None:
+    assert unit_of(count, units) == unit
 
 
 @pytest.mark.parametrize(

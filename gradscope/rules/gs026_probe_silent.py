@@ -83,6 +83,4 @@ def _failures(view: View, name: str, steps: list[int]) -> Evidence:
     """With the probe's own words, where it wrote any."""
     words = view.failure(name)
     what = f"failures of '{name}'" + (f" ({words})" if words else "")
-    return Evidence(
-        what=what, value=float(len(steps)), unit="step" if len(steps) == 1 else "steps", where=f"first at step {min(steps)}"
-    )
+    return Evidence(what=what, value=float(len(steps)), unit="steps", where=f"first at step {min(steps)}")

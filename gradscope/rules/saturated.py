@@ -32,9 +32,7 @@ def share_evidence(view: View, window: Window) -> Evidence:
 
 def width_evidence(view: View) -> Evidence:
     where = "the run's provenance" if view.kind == "run" else "--width, or the settings that the log holds"
-    return Evidence(
-        what="softmax width", value=view.known_width, unit="candidate" if view.known_width == 1 else "candidates", where=where
-    )
+    return Evidence(what="softmax width", value=view.known_width, unit="candidates", where=where)
 
 
 def anchors_evidence(view: View, least: int) -> Evidence:
