@@ -244,8 +244,9 @@ def test_a_probed_checkpoint_has_a_verdict(probed):
     assert summary.width == 8
     assert "HN (gamma 0.25) at width 8" in sentences(summary)[0]
     summaries = [summarise(path) for path in probed]
-    labels = list(summary_table(summaries).columns[0].cells)
-    assert labels == [f"{path.name} (width 8)" for path in probed], "rows of several checkpoints can be told apart"
+    table = summary_table(summaries)
+    assert list(table.columns[0].cells) == [path.name for path in probed], "rows of several checkpoints can be told apart"
+    assert "width 8" in str(table.title)
 
 
 def test_start_widths_against_float64(encoder, records):
