@@ -212,7 +212,8 @@ class Probe:
         self._open_step, self._micro, self._passing = False, 0, 0
         self._say_how_often()
         if self._log.rows:
-            console.print(f"the probe read {self._log.rows} steps; look with: gradscope diagnose {self._log.output}", soft_wrap=True)
+            steps = f"{self._log.rows} step{'s' * (self._log.rows != 1)}"
+            console.print(f"the probe read {steps}; look with: gradscope diagnose {self._log.output}", soft_wrap=True)
         self._log.close(complete)
 
     def __enter__(self) -> Probe:

@@ -26,11 +26,11 @@ ENDS = 5
 @dataclass(frozen=True, kw_only=True)
 class LargeScale:
     id: ClassVar[str] = "GS031"
-    title: ClassVar[str] = "A large scale saturates the softmax"
+    title: ClassVar[str] = "The scale saturates the softmax"
     severity: ClassVar[str] = "warning"
     elsewhere: ClassVar[str] = (
-        "Clamp the learned scale after each step, as CLIP does: model.logit_scale.data.clamp_(max=math.log(100)); start it near "
-        "ln(1 / 0.07)."
+        "Clamp the learned scale after each step (CLIP: model.logit_scale.data.clamp_(max=math.log(100)); lower where it saturates "
+        "below that), or hold it fixed: requires_grad_(False)."
     )
     limit: float = 100.0
     grown: float = 3.0
@@ -51,9 +51,9 @@ class LargeScale:
             window.evidence("scale at the end", last, "1"),
             share_evidence(view, below),
             *anchors,
-            cause=f"Every gap in cosine is multiplied by the scale: at {last:.0f} a gap of 0.1 is {last / 10:.0f} logits, and p is all "
-            "but 1. A rising scale lowers the loss without changing one rank.",
-            action="--set train.scale_max=100 (where CLIP clamps), or --scale fixed on weights with a scale below that.",
+            cause=f"Every gap in cosine is multiplied by the scale: a gap of 0.1 was {first / 10:.1f} logits at the start and is "
+            f"{last / 10:.1f} at the end. A larger scale lowers the loss without changing one rank.",
+            action="--set train.scale_max=50 (CLIP clamps at 100), or --scale fixed on weights with a small one.",
             effect="At half the scale the log of the residual roughly halves: 1e-6 becomes 1e-3.",
             verify="column scale of the next run; the loss at several scales with gradscope what-if.",
         )
