@@ -409,6 +409,21 @@ def test_towers_that_are_called_one_by_one_and_logits_that_are_no_embeddings(how
     assert not any(name.startswith("encode") for name in model.__dict__)
 
 
+def test_a_locked_tower_that_is_called_without_gradient() -> None:
+    """Locked-image tuning, with an evaluation in between, which is no step."""
+    model = Methods()
+    with Probe(model, every=1) as probe:
+        for seed in range(2):
+            features, ids = batch(seed)
+            with torch.no_grad():
+                model.encode_image(features[:3]), model.encode_text(ids[:3])
+                image = F.normalize(model.encode_image(features), dim=1)
+            info_nce(image, F.normalize(model.encode_text(ids), dim=1), model.logit_scale.exp()).backward()
+            sgd(model).step()
+    assert probe._index == 2
+    assert probe.last["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-6)
+
+
 def test_logits_without_any_embeddings_are_said_to_be_logits(capsys: pytest.CaptureFixture[str]) -> None:
     class Logits(Towers):
         def forward(self, features: Tensor, ids: Tensor) -> Any:

@@ -141,9 +141,9 @@ class EmbeddingSource:
         def around(original: Callable[..., Any]) -> Callable[..., Any]:
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 output = original(*args, **kwargs)
-                if not passive() and not self.told:
+                if not elsewhere() and not self.told:
                     rows = getattr(output, "pooler_output", output)  # Hugging Face returns a record
-                    self._encoded[name] = rows
+                    self._encoded[name] = rows  # a locked tower runs without gradient
                     if name == pair[1]:
                         ids = found.token_ids(args, kwargs)
                         self.token_ids = self.token_ids if ids is None else ids
@@ -161,6 +161,8 @@ class EmbeddingSource:
         if seen is None:
             return False
         self._encoded = {}
+        if passive():
+            return False  # an evaluation
         self._tell(seen, lambda _: True)
         return True
 
@@ -226,4 +228,9 @@ def candidates(model: nn.Module) -> Iterator[nn.Module]:
 
 def passive() -> bool:
     """Whether this forward pass is none of ours: traced by the compiler, a recomputation inside a backward, or without gradient."""
-    return torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+    return elsewhere() or not torch.is_grad_enabled()
+
+
+def elsewhere() -> bool:
+    """Whether it is traced by the compiler, or a recomputation inside a backward."""
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
