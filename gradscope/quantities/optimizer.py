@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradscope.distributed import local, summed
 from gradscope.metrics.counting import counts_of
-from gradscope.metrics.gradients import distance, pieces, true_norm
+from gradscope.metrics.gradients import PIECE, distance, pieces, true_norm
 from gradscope.quantities import quantities
 from gradscope.quantities.gradient import parts_of
 from gradscope.types import Reading, Step
@@ -68,6 +68,7 @@ def _adam(step: Step) -> dict[str, Tensor]:
     gradients = {id(p): g for p, g in zip(step.parameters, step.accumulated, strict=True)}  # ``.grad`` itself may be gone by now
     device = step.embeddings.text.device
     counts = torch.zeros(BINS, dtype=torch.int64, device=device)
+    scratch = _Scratch()
     found: list[Tensor] = []  # of each piece: eps-dominated, stale
     entries = 0
     for group in step.optimizer.param_groups:
@@ -80,9 +81,11 @@ def _adam(step: Step) -> dict[str, Tensor]:
             square, eps, stale = first**2 / second, first * group["eps"], first * STALE * step.unscale
             moments = (pieces(local(state[name])) for name in ("exp_avg", "exp_avg_sq"))
             for m, v, g in zip(*moments, pieces(gradient), strict=True):
-                root = _wide(v).mul(square).sqrt_()  # first * sqrt(v_hat): one pass less than correcting each moment
-                found.append(torch.stack([_below(root, eps), _stale(g, root, stale)]))
-                counts += _binned(_wide(m).div(root.add_(eps)))
+                root, size, mark = (buffer[: v.numel()] for buffer in scratch.of(v))
+                root.copy_(v).mul_(square).sqrt_()  # first * sqrt(v_hat): one pass less than correcting each moment
+                below = torch.lt(root, eps, out=mark).sum()
+                found.append(torch.stack([below, _stale(g, root, stale, size, mark)]))
+                counts += _binned(size.copy_(m).div_(root.add_(eps)))
                 entries += root.numel()
     if not found:
         return {}
@@ -92,20 +95,27 @@ def _adam(step: Step) -> dict[str, Tensor]:
     return {**values, "eps_dominated": stated[0] / stated[2], "stale": stated[1] / stated[2]}
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+class _Scratch:
+    """Three buffers of a piece, used for all of them: to get memory anew for each takes longer than to fill it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def of(self, piece: Tensor) -> Tensor:
+        """[3, PIECE] where the piece is, fp32 or wider."""
+        key = (piece.device, torch.promote_types(piece.dtype, torch.float32))
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(3, PIECE, dtype=key[1], device=key[0])
+        return self._buffers[key]
 
 
-def _below(root: Tensor, eps: Tensor) -> Tensor:
-    """[] number of entries below eps. The comparison fills a float tensor, whose sum is many times faster than that of booleans."""
-    return torch.lt(root, eps, out=torch.empty_like(root)).sum()
+def _stale(gradient: Tensor, root: Tensor, factor: Tensor, size: Tensor, mark: Tensor) -> Tensor:
+    """[] number of entries with 0 < |g| * factor < root; ``size`` and ``mark`` are overwritten.
 
-
-def _stale(gradient: Tensor, root: Tensor, factor: Tensor) -> Tensor:
-    """[] number of entries with 0 < |g| * factor < root."""
-    size = gradient.abs().to(root.dtype).mul_(factor)
-    muted = torch.lt(size, root, out=torch.empty_like(root))
-    return torch.dot(muted, size.sign_())
+    Comparisons fill a float tensor, whose sum is many times faster than that of booleans.
+    """
+    size.copy_(gradient).abs_().mul_(factor)
+    return torch.dot(torch.lt(size, root, out=mark), size.sign_())
 
 
 def _binned(sizes: Tensor) -> Tensor:
