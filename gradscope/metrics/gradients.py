@@ -22,6 +22,8 @@ Gradient = Sequence[Tensor | None]
 
 #: Entries of a piece: 1 MiB of fp32. Below 2^24, so that a count of them is exact in fp32.
 PIECE = 2**18
+#: Entries that are summed in their own dtype.
+RUN = 2**15
 
 
 def present(gradient: Gradient) -> list[Tensor]:
@@ -86,14 +88,24 @@ def agreement_and_factor(passed: Mapping[str, Tensor], own: Mapping[str, Tensor]
     return agreement, agreement * true_norm(first) / true_norm(second)
 
 
-def distance(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of first - second, formed in their dtype, [] float64; float64 entries are not rescaled."""
-    norms = [
-        torch.linalg.vector_norm(a - b, dtype=torch.float64)
-        for x, y in zip(first, second, strict=True)
-        for a, b in zip(pieces(x), pieces(y), strict=True)
-    ]
-    return torch.stack(norms).square().sum().sqrt()
+def change_and_size(after: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The Euclidean norms of after - before and of before, of weights, each [] float64.
+
+    Squares are summed in fp32 or wider over short runs, and those sums in float64: right to 1e-6, at a third of the time of float64
+    squares. Differences under 1e-19 in fp32 count as 0; weights have no such steps unless they are that small themselves.
+    """
+    changes, sizes = [], []
+    for x, y in zip(after, before, strict=True):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        buffer = torch.empty(min(x.numel(), PIECE), dtype=wide, device=x.device)
+        for a, b in zip(pieces(x), pieces(y), strict=True):
+            changes += _dots(buffer[: a.numel()].copy_(a).sub_(b))
+            sizes += _dots(b.to(wide))
+    return torch.stack(changes).double().sum().sqrt(), torch.stack(sizes).double().sum().sqrt()
+
+
+def _dots(piece: Tensor) -> list[Tensor]:
+    return [torch.dot(run, run) for run in piece.split(RUN)]
 
 
 def naive_norm(gradient: Gradient, factor: Tensor | float = 1.0) -> Tensor:
@@ -106,8 +118,13 @@ def plain_squares(gradient: Gradient, factor: Tensor | float = 1.0) -> tuple[Ten
     as_it_is = isinstance(factor, float) and factor == 1.0
     sums, counts = [], []
     for g in present(gradient):
-        scaled = (piece.float() if as_it_is else piece.float() * factor for piece in pieces(g))
-        found = [(square.sum(), torch.count_nonzero(square)) for square in map(torch.square, scaled)]
+        buffer = torch.empty(min(g.numel(), PIECE), dtype=torch.float32, device=g.device)  # memory anew for each piece takes longer
+        found = []
+        for piece in pieces(g):
+            square = buffer[: piece.numel()].copy_(piece)
+            square = square if as_it_is else square.mul_(factor)
+            square.mul_(square)
+            found.append((square.sum(), torch.count_nonzero(square)))
         sums.append(torch.stack([total for total, _ in found]).sum())
         counts.append(torch.stack([count for _, count in found]).sum())
     return torch.stack(sums), torch.stack(counts)

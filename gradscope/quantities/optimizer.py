@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradscope.distributed import local, summed
 from gradscope.metrics.counting import counts_of
-from gradscope.metrics.gradients import PIECE, distance, pieces, true_norm
+from gradscope.metrics.gradients import PIECE, change_and_size, pieces
 from gradscope.quantities import quantities
 from gradscope.quantities.gradient import parts_of
 from gradscope.types import Reading, Step
@@ -50,7 +50,7 @@ class Optimizer:
                 continue
             before = [local(step.before[i]) for i in indices]
             after = [local(step.parameters[i].detach()) for i in indices]
-            change, size = distance(after, before), true_norm(before)
+            change, size = change_and_size(after, before)
             if step.sharded:
                 change, size = summed(torch.stack([change, size]).square()).sqrt()
             values[f"update_ratio.{part}"] = change / size
