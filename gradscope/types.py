@@ -103,6 +103,20 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """The softmaxes of one batch, one per anchor and direction ("i2t", "t2i"), each reduced over its negatives: all [N] float64.
+
+    From the log odds x follow the residual sigmoid(x), the true loss softplus(x) and what is saturated, at any width and without the
+    [N, N] cells. ``hardest`` is the largest cosine + margin among an anchor's negatives, -inf where it has none.
+    """
+
+    positive: Tensor  # [N] cosine of the positive pair
+    log_odds: Mapping[str, Tensor]  # log(probability of all negatives / probability of the positive)
+    hardest: Mapping[str, Tensor]
+    top_share: Mapping[str, Tensor] = field(default_factory=dict)  # [K]: share of an anchor's residual on its 1 ... K hardest, mean
+
+
+@dataclass(frozen=True, kw_only=True)
 class Term:
     """One weighted part of the total loss. ``loss`` is per anchor; it is averaged once, when the total is formed."""
 

@@ -28,7 +28,7 @@ LAYERS = {
         "protocol",
         "distributed",
     ],
-    1: ["objectives", "metrics", "data", "sinks"],
+    1: ["objectives", "kernels", "metrics", "data", "sinks"],
     2: ["quantities", "encoders", "frameworks", "recipe", "cadence"],
     3: [
         "step_reader",

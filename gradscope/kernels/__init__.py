@@ -1,0 +1,1 @@
+"""Streaming forms of the contrastive loss: the same mathematics as ``objectives``, blocked, without any [N, N] store."""
