@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from gradscope.data.identity import ABSENT, ItemTable, as_bytes, normalised
 from gradscope.data.images import other_case
+from gradscope.data.members import is_there
 from gradscope.data.picture_facts import PictureFacts, all_picture_facts
 from gradscope.types import Record
 
@@ -194,7 +194,7 @@ def check_pictures(records: Sequence[Record], *, workers: int, advance: Advance 
     """Looks for every file, stored crops included, and decodes each that is there, once."""
     listed = [image for record in records for image in (record.image, *(segment.image for segment in record.segments))]
     paths = list(dict.fromkeys(os.path.normpath(image) for image in listed if image is not None))
-    on_disk = {path: Path(path).is_file() for path in paths}
+    on_disk = {path: is_there(path) for path in paths}
     there = [path for path in paths if on_disk[path]]
     missing = tuple(path for path in paths if not on_disk[path])
     facts = dict(zip(there, all_picture_facts(there, workers=workers, advance=advance), strict=True))

@@ -19,7 +19,6 @@ Nothing here finds two photographs of one scene, nor a picture saved again: what
 from __future__ import annotations
 
 import hashlib
-import os
 import unicodedata
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.data import data_sets
+from gradscope.data.members import content, content_size
 from gradscope.types import Record
 
 Contents = Literal["none", "ends", "whole"]
@@ -39,7 +39,7 @@ Contents = Literal["none", "ends", "whole"]
 WIDTH = 16
 ABSENT = bytes(WIDTH)
 _END = 64 * 1024
-_PIECE = 1024 * 1024
+_PIECE = 8 * 1024 * 1024
 _AT_ONCE = 64
 
 
@@ -90,8 +90,7 @@ def file_size(path: str | None) -> int:
     if path is None:
         return -1
     try:
-        file = Path(path)
-        return file.stat().st_size if file.is_file() else -1
+        return content_size(path)
     except (OSError, ValueError):
         return -1
 
@@ -99,22 +98,22 @@ def file_size(path: str | None) -> int:
 def file_digest(path: str, contents: Contents) -> bytes:
     """See the module's docstring. ABSENT if the file cannot be read."""
     try:
-        size = Path(path).stat().st_size
+        size = content_size(path)
         digest = hashlib.blake2b(str(size).encode() + b"/", digest_size=WIDTH)
-        with Path(path).open("rb") as file:
-            if contents == "ends" and size > 2 * _END:
-                digest.update(file.read(_END))
-                file.seek(-_END, os.SEEK_END)
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-    except OSError:
+        if contents == "ends" and size > 2 * _END:
+            digest.update(content(path, 0, _END))
+            digest.update(content(path, size - _END))
+        else:
+            for start in range(0, size, _PIECE):
+                digest.update(content(path, start, _PIECE))
+    except (OSError, ValueError):
         return ABSENT
     return digest.digest()
 
 
 def origin(name: str) -> str:
-    """What a data set is called in tables: a registered name, or where a path leads, however it was written."""
-    return name if name in data_sets else str(Path(name).expanduser().resolve())
+    """What a data set is called in tables: a registered name, an address, or where a path leads, however it was written."""
+    return name if name in data_sets or "://" in name else str(Path(name).expanduser().resolve())
 
 
 def items(

@@ -1,4 +1,4 @@
-"""File -> upright 8-bit RGB picture. The rules of training and evaluation alike:
+"""File (or member of a shard, see ``members``) -> upright 8-bit RGB picture. The rules of training and evaluation alike:
 
     orientation    the stored one is applied; a damaged tag counts as upright
     transparency   composited on white, whether it is a channel, a palette table or one colour
@@ -18,12 +18,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from gradscope.data.members import content, is_there, member
 from gradscope.types import Record
 
 #: Larger pictures are refused, whatever PIL's own limit is set to: some 700 MB as RGB in memory.
@@ -60,16 +63,30 @@ def load_rgb(path: str | Path) -> Image.Image:
 def opened(path: str | Path) -> Iterator[Image.Image]:
     """The file with only its header read. Whatever goes wrong in the block is a ValueError naming the file and the reason."""
     try:
-        _refuse_what_is_no_file(path)
+        source = _source(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(path, formats=_formats()) as image:
+            with Image.open(source, formats=_formats()) as image:
                 _refuse_size(*image.size)
                 yield image
     except FileNotFoundError as error:
         raise ValueError(f"image '{path}' does not exist") from error
     except Exception as error:  # a damaged file can make a decoder raise nearly anything
         raise ValueError(f"image '{path}' cannot be decoded: {_reason(path, error)}") from error
+
+
+def _source(path: str | Path) -> str | Path | BytesIO:
+    found = member(path)
+    if found is not None:
+        return BytesIO(found.read())
+    _refuse_what_is_no_file(path)
+    return path
+
+
+def stored_bytes(image: Image.Image, path: str | Path) -> NDArray[np.uint8]:
+    """uint8 [bytes] of the file of a picture that is ``opened``; those of a member are at hand and are not read again."""
+    at_hand = getattr(image, "fp", None)
+    return np.frombuffer(at_hand.getvalue(), np.uint8) if isinstance(at_hand, BytesIO) else np.fromfile(path, dtype=np.uint8)
 
 
 @lru_cache(maxsize=1)
@@ -163,8 +180,7 @@ def _reason(path: str | Path, error: Exception) -> str:
 
 
 def _what_it_is(path: str | Path) -> str:
-    with Path(path).open("rb") as file:
-        start = file.read(512)
+    start = content(path, count=512)
     if not start:
         return "the file is empty"
     if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
@@ -181,6 +197,8 @@ def missing_pictures(records: Sequence[Record]) -> list[Record]:
 
 
 def _leads_somewhere(path: str) -> bool:
+    if member(path) is not None:
+        return is_there(path)
     try:
         return Path(path).exists()
     except PermissionError:  # a closed folder: reading will say so

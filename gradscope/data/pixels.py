@@ -29,7 +29,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradscope.data.images import load_rgb, opened, orientation, to_rgb
+from gradscope.data.images import load_rgb, opened, orientation, stored_bytes, to_rgb
 from gradscope.registry import unknown_name
 
 DECODES = ("fast", "exact", "scaled")
@@ -234,7 +234,7 @@ def _decoded_jpeg(path: str | Path) -> Tensor | None:
         try:
             from torchvision.io import ImageReadMode, decode_jpeg
 
-            picture: Tensor = decode_jpeg(torch.from_numpy(np.fromfile(path, dtype=np.uint8)), mode=ImageReadMode.RGB)
+            picture: Tensor = decode_jpeg(torch.from_numpy(stored_bytes(image, path)), mode=ImageReadMode.RGB)
         except (ImportError, RuntimeError):
             return None
     return turned(picture, turn)

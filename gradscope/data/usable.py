@@ -26,6 +26,7 @@ import PIL
 from filelock import FileLock
 
 from gradscope.data.images import load_rgb, missing_pictures, names, refuse_missing
+from gradscope.data.members import stamp
 from gradscope.paths import cache_folder
 from gradscope.types import Record
 
@@ -165,8 +166,7 @@ def _versions() -> str:
 
 def _key(path: str) -> bytes:
     try:
-        facts = Path(path).stat()
-        identity = f"{_versions()}\0{Path(path).absolute()}\0{facts.st_size}\0{facts.st_mtime_ns}"
+        identity = f"{_versions()}\0{stamp(path)}"
     except OSError as error:  # decoding it will say why
         identity = f"unreadable\0{path}\0{error}"
     return hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=_KEY).digest()
