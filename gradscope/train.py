@@ -168,12 +168,15 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if settings.accumulate_mode == "cached":
                 whole = cached.joined(micro_batches)
                 token_scale = None if encoder.token_log_scale is None else encoder.token_log_scale.float().exp()
-                embeddings = cached.embed_all(embed, micro_batches, encoder.scale(), token_scale)
+                passed = cached.first_pass(embed, micro_batches, encoder.scale(), token_scale)
+                embeddings = passed.embeddings
                 terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"])
                 total = total_loss(terms)
                 with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=True):
-                    total.backward()
-                    cached.replay(embed, micro_batches, embeddings, reader.replaying if reader else _ignore)
+                    scaler.scale(total).backward()
+                    drift = passed.replay(reader.replaying if reader else None)
+                if step == first:
+                    cached.check_drift(encoder, drift, settings.precision)
                 losses.append(total.detach())
                 parts.append(_term_losses(terms))
                 excluded.append(_excluded(terms))
@@ -345,10 +348,6 @@ def _watching(
         replayed=replayed,
     ):
         yield
-
-
-def _ignore(embeddings: Embeddings, rows: slice) -> None:
-    """Nobody watches the replay."""
 
 
 def _say_untouched(encoder: DualEncoder, step: int, say: Callable[[str], None]) -> None:

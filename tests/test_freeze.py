@@ -15,7 +15,7 @@ from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor, nn
 from toy import readings, toy_reader
 
-from gradscope.cached import check_replayable, embed_all, joined, replay
+from gradscope.cached import check_replayable, first_pass, joined
 from gradscope.encoders.dual import DualEncoder, evaluating
 from gradscope.encoders.freeze import checkpoint_activations, freeze, image_tower, text_tower_parts
 from gradscope.encoders.load import load_encoder
@@ -220,16 +220,13 @@ def test_frozen_parts_rest_in_evaluation_mode():
 
 def test_dropout_of_the_last_blocks_stays(tmp_path):
     model = encoder_of(hf_family("roberta", SEED, tmp_path))
-    assert model.has_dropout()
     freeze(model, "image,all-but-last-1")
-    assert model.has_dropout()
     model.train()
     layers = model.model.text.transformer.encoder.layer
     assert [layer.output.dropout.training for layer in layers] == [False, False, True]
     assert not model.model.text.transformer.embeddings.dropout.training
     whole = encoder_of(hf_family("roberta", SEED, tmp_path))
     freeze(whole, "text")
-    assert not whole.has_dropout()
     whole.train()
     batch = batch_of(3)
     assert torch.equal(whole.embed(batch).text, whole.embed(batch).text)
@@ -380,9 +377,10 @@ def test_cached_accumulation_with_frozen_parts(what, checkpointed):
     ]
     assert torch.equal(joined(parts).texts["full"], whole.texts["full"])
     expected = gradients(model, model.embed(whole))
-    full = embed_all(model.embed, parts, model.scale(), None)
+    passed = first_pass(model.embed, parts, model.scale())
+    full = passed.embeddings
     gradients(model, full)
-    replay(model.embed, parts, full, lambda live, rows: None)
+    passed.replay()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert {name for name, g in found.items() if g is not None} == {name for name, g in expected.items() if g is not None}
     same_gradients(found, expected, trains(model))

@@ -163,10 +163,6 @@ class DualEncoder(nn.Module):
         """Whether batch statistics are in use; those of frozen parts rest."""
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._active())
 
-    def has_dropout(self) -> bool:
-        """Of any make: of units, of attention weights, of patches or of whole paths; in parts that are not frozen."""
-        return any(_drop_rate(module) > 0 for module in self._active())
-
     def _active(self) -> list[nn.Module]:
         still = {id(inner) for module in self.resting for inner in module.modules()}
         return [module for module in self.modules() if id(module) not in still]
@@ -179,28 +175,6 @@ def _unit(rows: Tensor) -> Tensor:
 def _watchable(rows: Tensor) -> Tensor:
     """Rows of a frozen tower become leaves: no backward enters the tower, yet the gradient AT them can be read and replayed."""
     return rows.requires_grad_() if torch.is_grad_enabled() and not rows.requires_grad else rows
-
-
-#: Where Hugging Face encoders keep dropout that is not a module.
-_HF_RATES = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "dropout",
-    "attention_dropout",
-    "activation_dropout",
-    "dropout_rate",
-    "encoder_layerdrop",
-)
-
-
-def _drop_rate(module: nn.Module) -> float:
-    if isinstance(module, nn.MultiheadAttention):
-        return module.dropout
-    config = getattr(module, "config", None)
-    rates = [float(getattr(config, name, None) or 0.0) for name in _HF_RATES if config is not None]
-    if "drop" in type(module).__name__.lower():
-        rates += [float(getattr(module, name, None) or 0.0) for name in ("p", "prob", "drop_prob")]
-    return max(rates, default=0.0)
 
 
 @contextmanager
