@@ -326,8 +326,6 @@ def check(recipe: Recipe) -> None:
             f"over {train.accumulate} micro-batches, as the paper's code) or cached (one softmax of "
             f"{train.batch_size * train.accumulate} candidates)"
         )
-    if train.accumulate_mode == "cached" and train.precision == "fp16":
-        raise ValueError("--accumulate-mode cached runs in fp32 or bf16; use --precision bf16")
     positive = {"train.epochs": train.epochs, "train.accumulate": train.accumulate, "probe.every": probe.every}
     for name, value in positive.items():
         if value < 1:

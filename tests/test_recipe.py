@@ -37,10 +37,6 @@ REFUSED = {
     ),
     "mode without accumulate": ({"train": {"accumulate_mode": "narrow"}}, r"narrow has no effect with --accumulate 1"),
     "unknown mode": ({"train": {"accumulate": 2, "accumulate_mode": "wide"}}, r"needs --accumulate-mode"),
-    "cached in fp16": (
-        {"train": {"accumulate": 2, "accumulate_mode": "cached", "precision": "fp16"}},
-        r"cached runs in fp32 or bf16",
-    ),
     "hn_clip with infonce": ({"objective": {"framework": "hn_clip", "name": "infonce"}}, r"hn_clip means objective hn; got infonce"),
     "hn_clip with a gamma": ({"objective": {"framework": "hn_clip", "gamma": 0.3}}, r"hn_clip means gamma 0.5; got 0.3"),
     "hn_clip without tokens": ({"objective": {"framework": "hn_clip", "token_weight": 0}}, r"hn_clip means token_weight 1.0; got 0"),
