@@ -1,7 +1,8 @@
 """Pictures that were decoded once: uint8 [3, H, W] each, resized and cropped, in one memory-mapped file per preprocessing.
 
     <cache folder>/images/<preprocessing>/levels.bin   the pictures, one after the other
-                                          index.bin    of each the digest of its file's bytes, and a checksum of its levels
+                                          index.bin    of each the digest of its file's bytes, a checksum of its levels, and one
+                                                       of these two
                                           what.json    the preprocessing in words
 A picture is found by what its file holds, not by its name: a copy is found, a changed picture is not and is decoded again. The
 preprocessing is all that decides the levels: size, filter, padding, decode, and the versions of what computes them. Normalisation
@@ -43,7 +44,7 @@ from gradscope.data.identity import WIDTH
 from gradscope.data.pixels import PixelPath
 from gradscope.paths import cache_folder
 
-ROW = np.dtype([("digest", "V16"), ("checksum", "<u4")])
+ROW = 24  # bytes of the index a picture: digest, checksum of the levels, checksum of those 20
 
 #: Room on the disk that is left to others.
 SPARE = 256 * 2**20
@@ -78,7 +79,8 @@ class CachedPixels:
         slot, checksum = self.slots[path]
         if self._levels is None:
             # "c": pages are shared until written to, and nothing writes; torch would warn of a read-only array.
-            self._levels = np.memmap(self.file, np.uint8, "c").reshape(-1, _bytes(self.read))
+            shape = max(slot for slot, _ in self.slots.values()) + 1, _bytes(self.read)
+            self._levels = np.memmap(self.file, np.uint8, "c", shape=shape)
         stored = self._levels[slot]
         if zlib.crc32(stored) != checksum:
             return self._mended(path, slot, checksum)
@@ -108,6 +110,7 @@ def cached_pixels(paths: Sequence[str], read: PixelPath, *, workers: int = 0, sa
         ValueError: no room or no right to write, or a picture that cannot be decoded or changes meanwhile.
     """
     folder = cache_folder() / "images" / _name(read)
+    before = {path: stamp(path) for path in paths}
     with progress("reading pictures' files") as advance:
         digests = content_digests(paths, advance)
     with _locked(folder, say):
@@ -116,7 +119,7 @@ def cached_pixels(paths: Sequence[str], read: PixelPath, *, workers: int = 0, sa
         wanted = {digest: path for path, digest in digests.items() if digest not in known}
         store.announce(len(set(digests.values())), wanted, say)
         try:
-            store.fill(wanted, digests, workers)
+            store.fill(wanted, before, workers)
         except OSError as error:
             raise ValueError(f"the image cache in '{folder}' cannot be written: {error.strerror}; {_WAYS_OUT}") from error
         known = store.rows()
@@ -143,41 +146,46 @@ class _Store:
 
     def rows(self) -> dict[bytes, tuple[int, int]]:
         """digest -> slot and checksum, of all pictures that are whole in both files."""
-        if not (self.index.is_file() and self.levels.is_file()):
-            return {}
-        stored = np.frombuffer(self.index.read_bytes()[: self._whole() * ROW.itemsize], ROW)
-        return {row["digest"].tobytes(): (slot, int(row["checksum"])) for slot, row in enumerate(stored)}
+        stored = self.index.read_bytes() if self._whole() else b""
+        rows = (stored[slot * ROW : (slot + 1) * ROW] for slot in range(self._whole()))
+        sound = {slot: row for slot, row in enumerate(rows) if row[-4:] == _checksum(row[:-4])}
+        return {row[:WIDTH]: (slot, int.from_bytes(row[WIDTH:-4], "little")) for slot, row in sound.items()}
 
     def _whole(self) -> int:
         """Pictures that both files hold whole; a kill may have torn the next."""
-        return min(self.index.stat().st_size // ROW.itemsize, self.levels.stat().st_size // _bytes(self.read))
+        if not (self.index.is_file() and self.levels.is_file()):
+            return 0
+        return min(self.index.stat().st_size // ROW, self.levels.stat().st_size // _bytes(self.read))
 
     def announce(self, total: int, wanted: Mapping[bytes, str], say: Say) -> None:
         """Says how large it is. Raises ValueError if the disk has no room for it."""
         more, free = len(wanted) * _bytes(self.read), shutil.disk_usage(self.folder).free
+        damaged = self._whole() - len(self.rows())
         size = f"{self.read.size[0]} x {self.read.size[1]}"
         to_do = f"{len(wanted):,} to decode now, {_said(more)} of {_said(free)} free" if wanted else "all decoded before"
+        to_do += f" ({damaged:,} damaged entries left out)" if damaged else ""
         say(f"image cache: {total:,} pictures of {size}, {_said(total * _bytes(self.read))}, {to_do}: {self.folder}")
         if wanted and more + SPARE > free:
             raise ValueError(f"the image cache needs {_said(more)} in '{self.folder}', where {_said(free)} are free; {_WAYS_OUT}")
 
-    def fill(self, wanted: Mapping[bytes, str], digests: Mapping[str, bytes], workers: int) -> None:
-        """Decodes ``wanted`` (digest -> path) and writes each picture, then its row."""
+    def fill(self, wanted: Mapping[bytes, str], before: Mapping[str, bytes], workers: int) -> None:
+        """Decodes ``wanted`` (digest -> path) and writes each picture, then its row. ``before``: path -> stamp when it was digested."""
         if not wanted:
             return
         self._begin()
-        before = {path: stamp(path) for path in wanted.values()}
         slot = self._whole()
         with self.levels.open("r+b") as levels, self.index.open("r+b") as index, progress("image cache") as advance:
             levels.seek(slot * _bytes(self.read))
-            index.truncate(slot * ROW.itemsize)
+            index.truncate(slot * ROW)
             index.seek(0, os.SEEK_END)
-            for done, (path, picture) in enumerate(_decoded(list(wanted.values()), self.read, workers), start=1):
+            pictures = _decoded(list(wanted.values()), self.read, workers)
+            for done, ((digest, path), picture) in enumerate(zip(wanted.items(), pictures, strict=True), start=1):
                 if stamp(path) != before[path]:
                     raise ValueError(f"image '{path}' changed while it was read; start again once it is left alone")
+                row = digest + _checksum(picture)
                 levels.write(picture)
                 levels.flush()
-                index.write(digests[path] + zlib.crc32(picture).to_bytes(4, "little"))
+                index.write(row + _checksum(row))
                 index.flush()
                 advance(done, len(wanted))
 
@@ -203,13 +211,13 @@ class _Levels(Dataset):
             return str(error)
 
 
-def _decoded(paths: Sequence[str], read: PixelPath, workers: int) -> Iterator[tuple[str, bytes]]:
+def _decoded(paths: Sequence[str], read: PixelPath, workers: int) -> Iterator[bytes]:
     own = torch.Generator()  # the loader draws a seed when it starts: not the one that training draws from
     loader = DataLoader(_Levels(paths, read), batch_size=_AT_ONCE, num_workers=workers, collate_fn=list, generator=own)
-    for path, picture in zip(paths, (one for some in loader for one in some), strict=True):
+    for picture in (one for some in loader for one in some):
         if isinstance(picture, str):
             raise ValueError(picture)
-        yield path, picture.numpy().tobytes()
+        yield picture.numpy().tobytes()
 
 
 # ---- small things
@@ -228,6 +236,10 @@ def _name(read: PixelPath) -> str:
 
 def _bytes(read: PixelPath) -> int:
     return 3 * read.size[0] * read.size[1]
+
+
+def _checksum(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")
 
 
 def _said(size: int) -> str:
