@@ -24,6 +24,7 @@ LAYERS = {
         "paths",
         "provenance",
         "cpu_speed",
+        "products",
         "geometry_file",
         "protocol",
         "distributed",
