@@ -28,6 +28,9 @@ LAYERS = {
         "geometry_file",
         "protocol",
         "distributed",
+        "joining",
+        "silent_log",
+        "launch",
     ],
     1: ["objectives", "kernels", "metrics", "data", "sinks"],
     2: ["quantities", "encoders", "frameworks", "recipe", "cadence"],
@@ -40,6 +43,7 @@ LAYERS = {
         "cached",
         "resume",
         "run_checkpoints",
+        "parallel",
     ],
     4: [
         "train",
@@ -77,7 +81,7 @@ LAYERS = {
         "zeros",
     ],
     5: ["adapters", "figures", "demo"],
-    6: ["cli"],
+    6: ["cli", "__main__"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
 

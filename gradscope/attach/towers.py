@@ -17,7 +17,7 @@ from gradscope.quantities.gradient import tower_of
 
 def towers(image: Tensor, text: Tensor, names: Sequence[str], parameters: Sequence[Tensor]) -> list[str]:
     """A tower for each parameter. Walks each graph once, without touching a value."""
-    first, second = _leaves(image), _leaves(text)
+    first, second = leaves(image), leaves(text)
     if not (first ^ second) & {id(parameter) for parameter in parameters}:
         return [tower_of(name) for name in names]
     return [_tower(name, id(parameter) in first, id(parameter) in second) for name, parameter in zip(names, parameters, strict=True)]
@@ -29,7 +29,7 @@ def _tower(name: str, in_first: bool, in_second: bool) -> str:
     return "image" if in_first else "text" if in_second else tower_of(name)
 
 
-def _leaves(rows: Tensor) -> set[int]:
+def leaves(rows: Tensor) -> set[int]:
     """id() of every tensor at which the graph of ``rows`` ends."""
     found: set[int] = set()
     seen = {rows.grad_fn}

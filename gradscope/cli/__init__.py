@@ -25,6 +25,7 @@ from gradscope.cli.train import train
 from gradscope.cli.watch import watch
 from gradscope.cli.what_if import what_if
 from gradscope.cli.zeros import zeros
+from gradscope.launch import only_first_speaks, speak_up
 
 #: Typer answers Ctrl-C with this code and no word.
 INTERRUPTED = 130
@@ -79,7 +80,8 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def main() -> None:
-    """Entry point: what the user got wrong is one line on stderr and exit code 2, never a traceback."""
+    """Entry point: what the user got wrong is one line on stderr and exit code 2, never a traceback; of several processes one speaks."""
+    only_first_speaks()
     try:
         app()
     except (ValueError, FloatingPointError) as error:
@@ -87,6 +89,7 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
+            speak_up()
             raise
         _say(f"'{error.filename}' cannot be read or written: {error.strerror}; check the path and its rights")
         sys.exit(2)
@@ -94,12 +97,16 @@ def main() -> None:
         if end.code == INTERRUPTED:
             _say(f"stopped; {_go_on(sys.argv[1:])}.")
         raise
+    except Exception:
+        speak_up()
+        raise
 
 
 def _say(line: str) -> None:
     from gradscope.console import console
 
-    console.print(f"gradscope: {line}", soft_wrap=True)
+    if speak_up():
+        console.print(f"gradscope: {line}", soft_wrap=True)
 
 
 def _go_on(words: list[str]) -> str:

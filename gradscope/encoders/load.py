@@ -34,6 +34,7 @@ from gradscope.encoders.layouts import KEPT, Layout, Report, fit, infer_config, 
 from gradscope.encoders.text import sentence_folder
 from gradscope.encoders.tiny_model import FOLDER as TINY
 from gradscope.encoders.tokenizer import make_tokenizer
+from gradscope.launch import own_gpu, together
 from gradscope.paths import data_folders, search
 from gradscope.runlog import Run, is_run
 
@@ -52,7 +53,11 @@ class Loaded:
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" -> cuda if there is one, else cpu. Raises ValueError for a device that torch does not have here."""
+    """ "auto" -> cuda if there is one, else cpu; of several processes each has a GPU of its own.
+
+    Raises:
+        ValueError: a device that torch does not have here, or too few GPUs for the processes of this node.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -61,7 +66,7 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(f"unknown device '{name}'; use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device '{name}' was asked for, but torch sees no CUDA device; use --device cpu")
-    return device
+    return own_gpu(device) if device.type == "cuda" and together() else device
 
 
 def load_encoder(name: str, device: str | torch.device = "cpu", *, trust_archive: bool = False) -> DualEncoder:

@@ -1,0 +1,166 @@
+"""Several processes that work on one run: started by torchrun, or by anything that sets the same environment (Slurm's srun can).
+
+    RANK, WORLD_SIZE      which process this is, of how many          LOCAL_RANK      which of this node's, and so which GPU
+    MASTER_ADDR, MASTER_PORT      where they meet
+
+The processes speak with one voice: the first rank prints, the others are silent. Whichever fails first says why, whichever rank it is;
+the others, who only see it gone, end without a word. Nothing here imports torch before it is needed, and one process is left alone.
+
+How it can mislead: a process that is killed (kill -9, out of memory) says nothing; then the others say that one is gone, and torchrun
+names it. A collective that is waited for longer than ``TIMEOUT`` ends the run; with NCCL a process that waits in one can only be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: How long one rank may wait for another. Long, since what only the first rank does (an external margin encoder, a checkpoint) is
+#: waited for; a process that died is noticed much earlier, by its closed connection or by torchrun.
+TIMEOUT = timedelta(hours=1)
+
+#: How long the processes may take to find each other.
+MEETING = timedelta(minutes=10)
+
+LOST = (
+    "another process of this run has ended, so this one ends too; look for its reason above or in the other nodes' output. What was "
+    "written is kept; to continue from the last checkpoint, start all processes again with --resume"
+)
+STOPPED = (
+    "told to stop (SIGTERM): another process of this run has ended, or the job was cancelled. What was written is kept; to continue "
+    "from the last checkpoint, start all processes again with --resume"
+)
+
+_store: Any = None
+_said = False
+_voice: IO[str] | None = None
+
+
+class _Stopped(BaseException):
+    """SIGTERM arrived. No diagnostic may take it for a failure of its own."""
+
+
+def together() -> bool:
+    """Whether this process was started as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def only_first_speaks() -> None:
+    """From now on only the first rank writes to the terminal. Called once, when the program starts."""
+    global _voice
+    if together() and int(os.environ["RANK"]) > 0:
+        _voice = sys.stderr
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def speak_up() -> bool:
+    """Whether this process is the one to say why the run failed: the first of all that asks; then its stderr is heard again."""
+    global _said
+    first = not _said and (not together() or _first_to_fail())
+    _said = True
+    if first and _voice is not None:
+        sys.stderr = _voice
+    return first
+
+
+def _first_to_fail() -> bool:
+    try:
+        return bool(_meeting_place().add("gradscope/failed", 1) == 1)
+    except Exception:  # the process that kept the list is gone: it has said why
+        return int(os.environ["RANK"]) == 0
+
+
+def _meeting_place() -> Any:
+    global _store
+    if _store is None:
+        from torch.distributed.rendezvous import rendezvous
+
+        _store = next(iter(rendezvous("env://", timeout=MEETING)))[0]
+    return _store
+
+
+@contextmanager
+def processes(device: torch.device) -> Iterator[None]:
+    """Joins the processes of this run for the block, where there are several: NCCL on GPUs, gloo on CPUs.
+
+    Args:
+        device: of this process, by ``gradscope.encoders.load.resolve_device``.
+
+    Raises:
+        ValueError: they do not meet, one of them is lost, or this one was told to stop.
+    """
+    if not together():
+        yield
+        return
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    signal_before = _on_sigterm()
+    try:
+        dist.init_process_group(backend, store=dist.PrefixStore("gradscope", _meeting_place()), timeout=TIMEOUT, **ranks)
+        yield
+        dist.destroy_process_group()  # after a failure the others are not there to take part
+    except _Stopped:
+        raise ValueError(STOPPED) from None
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        raise ValueError(LOST) from error
+    finally:
+        if signal_before is not None:
+            signal.signal(signal.SIGTERM, signal_before)
+
+
+def own_gpu(device: torch.device) -> torch.device:
+    """The GPU of this process's LOCAL_RANK, where several processes share a node.
+
+    Raises:
+        ValueError: one GPU named for all processes, or more processes on this node than GPUs.
+    """
+    import torch
+
+    own, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device.index is not None:
+        raise ValueError(f"--device {device} would give all processes of this run one GPU; use --device cuda, and each takes its own")
+    if own >= count:
+        raise ValueError(
+            f"process {own} of this node has no GPU, there are {count}: start as many processes as GPUs "
+            f"(torchrun --nproc-per-node {count}), or use --device cpu"
+        )
+    return torch.device("cuda", own)
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    import torch.distributed as dist
+
+    words = str(error).lower()
+    return isinstance(error, dist.DistError) or any(w in words for w in ("gloo", "connection closed", "connection reset", "nccl"))
+
+
+def _on_sigterm() -> Any:
+    """A stop that unwinds: files are closed and the message is said. None outside the main thread, where no handler can be set."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    owner = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that decodes pictures has inherited this
+            os._exit(128 + number)
+        raise _Stopped
+
+    return signal.signal(signal.SIGTERM, stop)
