@@ -96,6 +96,8 @@ class Batches:
     """The training stream: each step is ``accumulate`` micro-batches of ``batch_size`` records with their first caption.
 
     ``decode`` says how pictures are read: fast, exact or scaled (see ``gradscope.data.pixels``).
+
+    Of several ranks each decodes its consecutive part of every micro-batch; the order, the width and the steps are those of one process.
     """
 
     records: Sequence[Record]
@@ -105,8 +107,17 @@ class Batches:
     seed: int
     workers: int = 0
     decode: str = "fast"
+    rank: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
+        if self.batch_size % self.ranks:
+            below = self.batch_size // self.ranks * self.ranks
+            fitting = f"{below} or {below + self.ranks}" if below else f"{self.ranks} at least"
+            raise ValueError(
+                f"--batch-size {self.batch_size} is the width of one softmax over all processes and cannot be dealt evenly to "
+                f"{self.ranks} of them; use {fitting}, or another number of processes"
+            )
         if self.steps_per_epoch == 0:
             raise ValueError(
                 f"a step takes {self.batch_size} x {self.accumulate} = {self.per_step} records, the training split has "
@@ -141,24 +152,41 @@ class Batches:
         start = within * self.per_step
         return [order[start + k * self.batch_size : start + (k + 1) * self.batch_size] for k in range(self.accumulate)]
 
-    def steps(self, first: int, last: int) -> Iterator[list[Batch]]:
-        """Micro-batches of steps ``first`` to ``last``, both included."""
-        plan = [micro for step in range(first, last + 1) for micro in self.indices(step)]
-        pixels = Pixels(self.records, pixel_path(self.encoder.config["preprocess_cfg"], self.decode))
+    def steps(self, first: int, last: int, read: Callable[[str], Tensor] | None = None) -> Iterator[list[Batch]]:
+        """Micro-batches of steps ``first`` to ``last``, both included. ``read``: path -> picture, where not ``decode`` says how."""
+        plan = [self._share(micro, self.rank) for step in range(first, last + 1) for micro in self.indices(step)]
+        pixels = Pixels(self.records, read or pixel_path(self.encoder.config["preprocess_cfg"], self.decode))
         stream = decoded(pixels, plan, workers=self.workers, pin=self.encoder.device.type == "cuda")
         step: list[Batch] = []
         for micro, images in zip(plan, stream, strict=True):
-            step.append(self._batch(micro, images))
+            step.append(self._batch(micro, {"full": images.to(self.encoder.device, non_blocking=True)}))
             if len(step) == self.accumulate:
                 yield step
                 step = []
 
-    def _batch(self, micro: list[int], images: Tensor) -> Batch:
-        device = self.encoder.device
+    def of_all_ranks(self, step: int, own: list[Batch], *, wide: bool) -> list[Batch]:
+        """What the softmaxes of a step are over: the micro-batches of all ranks without pixels, which each rank knows from the plan.
+
+        Args:
+            own: this rank's micro-batches; on one process they are the answer.
+            wide: one softmax over the whole step: one batch, in the order in which ranks are gathered.
+        """
+        if self.ranks == 1:
+            return own
+        planned = self.indices(step)
+        if wide:
+            planned = [[i for rank in range(self.ranks) for micro in planned for i in self._share(micro, rank)]]
+        return [self._batch(micro, {}) for micro in planned]
+
+    def _share(self, micro: list[int], rank: int) -> list[int]:
+        each = self.batch_size // self.ranks
+        return micro[rank * each : (rank + 1) * each]
+
+    def _batch(self, micro: list[int], images: dict[str, Tensor]) -> Batch:
         return Batch(
             ids=tuple(self.records[i].id for i in micro),
-            images={"full": images.to(device, non_blocking=True)},
-            texts={"full": self.tokenized.ids[micro].to(device, non_blocking=True)},
+            images=images,
+            texts={"full": self.tokenized.ids[micro].to(self.encoder.device, non_blocking=True)},
             lengths=self.tokenized.lengths[micro],
             captions=tuple(self.records[i].captions[0] for i in micro),
         )

@@ -135,17 +135,22 @@ class DualEncoder(nn.Module):
         if not tokens:
             image, text = self.embed_image(pixels), self.embed_text(ids)
             return Embeddings(image=_watchable(image), text=_watchable(text), scale=self.scale())
-        pictures, captions = image_tokens(self.model, pixels), text_tokens(self.model, ids)
         assert self.token_log_scale is not None
+        image, text, image_rows, text_rows = self.embed_tokens(pixels, ids)
         return Embeddings(
-            image=_unit(pictures.pooled),
-            text=_unit(captions.pooled),
+            image=_unit(image),
+            text=_unit(text),
             scale=self.scale(),
-            image_tokens=_unit(pictures.tokens.projected),
-            text_tokens=_unit(captions.tokens.projected),
+            image_tokens=_unit(image_rows),
+            text_tokens=_unit(text_rows),
             text_valid=self.text_valid(ids),
             token_scale=self.token_log_scale.float().exp(),
         )
+
+    def embed_tokens(self, pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What both towers give before rows are made unit: image [B, D], text [B, D], patches [B, P, D], words [B, L, D]."""
+        pictures, captions = image_tokens(self.model, pixels), text_tokens(self.model, ids)
+        return pictures.pooled, captions.pooled, pictures.tokens.projected, captions.tokens.projected
 
     def text_valid(self, ids: Tensor) -> Tensor:
         """bool [B, L]: words and end-of-text; start-of-text and padding are left out."""
