@@ -55,6 +55,14 @@ def gathered(rows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def completed(rows: Tensor) -> Tensor:
+    """[W n, ...] of which each rank knows its own n rows for certain -> all of them, the same on every rank."""
+    if world() == 1:
+        return rows
+    each = len(rows) // world()
+    return gathered(rows[rank() * each : (rank() + 1) * each])
+
+
 def joined(rows: Tensor) -> Tensor:
     """``gathered`` with gradient: see ``gradscope.joining``, which says why no collective is needed on the way back."""
     if world() == 1:

@@ -2,6 +2,8 @@
 
 An objective is evaluated on copies of the embeddings, in fp32 or wider, so that no graph of the loop is touched; its gradient over the
 parameters is what the towers make of its gradient at the embeddings, through the loop's own graph (retained, nothing accumulated).
+Above a width (``kernel``) its softmax is streamed: the same loss and gradients in the residual form, without any [N, N] tensor, so that
+its cells cannot be looked at one by one. A loss of one direction always has its cells.
 How it can mislead: it is the objective as gradscope computes it; a loop that forms its logits in bf16 trains a rounded one.
 """
 
@@ -14,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradscope.distributed import world
+from gradscope.distributed import completed, world
+from gradscope.frameworks.clip import total_loss
+from gradscope.kernels.choice import kernel_for
 from gradscope.metrics.gradients import agreement_and_factor
-from gradscope.metrics.softmax import per_direction
+from gradscope.metrics.softmax import dense_anchors, per_direction
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.scores import LOSS_FORMS, directed_loss
-from gradscope.types import DIRECTIONS, Embeddings, Head, Scores
+from gradscope.types import DIRECTIONS, Anchors, Embeddings, Head, Scores, Term
 
 Objective = InfoNCE | HN
 
@@ -35,12 +39,14 @@ ROWS = ("image", "text")
 class Watched:
     """What each objective's gradient looks like at the embeddings: the part of a ``Head`` known before the towers' backward."""
 
-    scores: Scores
+    scores: Scores | None
+    anchors: Anchors
     loss: Tensor
-    logit_grad: Tensor
+    logit_grad: Tensor | None
     image_grad: Tensor
     text_grad: Tensor
     scale_grad: Tensor | None
+    margin_mean: Tensor | None = None  # where it was streamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +54,9 @@ class Observed:
     """What is known of the measured batch beside its embeddings; None where the loop does not say.
 
     ``initial_text`` [N, D]: the initial encoder's caption rows, to measure the drift of G against. ``margin_text`` [N, D0]: the rows
-    that a frozen or external margin is made of. ``excluded`` [N, N]: cells that are no negatives. ``candidates``: the
-    embeddings of all ranks, where the softmax is over those; then ``rows`` says which of them are this rank's.
+    that a frozen or external margin is made of. ``excluded`` [N, N]: cells that are no negatives; ``groups`` [N]: the same as equal
+    numbers, where the softmax is streamed. ``candidates``: the embeddings of all ranks, where the softmax is over those; then ``rows``
+    says which of them are this rank's.
     """
 
     captions: tuple[str, ...] | None = None
@@ -58,6 +65,7 @@ class Observed:
     initial_text: Tensor | None = None
     margin_text: Tensor | None = None
     excluded: Tensor | None = None
+    groups: Tensor | None = None
     candidates: Embeddings | None = None
     rows: slice = field(default_factory=lambda: slice(None))
 
@@ -73,6 +81,10 @@ class Heads:
         loss_form: how training computes its loss; the readings use the same.
         half: whether the towers run in fp16, so that a second backward needs a factor of its own.
         normalise: whether the embeddings are not unit rows yet, so that the loss divides them by their length.
+        kernel: "dense", "streaming" or "auto", by width; see ``gradscope.kernels.choice``.
+        top: how many of an anchor's hardest negatives a streamed softmax is to read the share of; 0 reads none.
+        by_rank: whether each rank has a softmax of its own rows only; such a softmax always has its cells.
+        by_direction: whether a quantity needs each direction's own part of the logit gradient.
     """
 
     objectives: dict[str, Objective]
@@ -81,41 +93,57 @@ class Heads:
     loss_form: str = "plain"
     half: bool = False
     normalise: bool = False
+    kernel: str = "auto"
+    top: int = 0
+    by_rank: bool = False
+    by_direction: bool = True
+
+    def streams(self, width: int, device: torch.device) -> bool:
+        """Whether a softmax of this width is streamed, so that heads have no cells."""
+        own = self.by_rank and world() > 1  # the kernel would take the ranks' rows for one batch
+        return len(self.directions) == 2 and not own and kernel_for(width, self.kernel, device) == "streaming"
 
     def evaluate(self, name: str, embeddings: Embeddings, observed: Observed) -> Watched:
         """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
         with torch.enable_grad():
             image, text, scale = (leaf(t) for t in (embeddings.image, embeddings.text, embeddings.scale))
-            rows = (self._unit(image), self._unit(text))
-            scores = self.objectives[name].scores(*rows, scale, observed.margin_text, observed.excluded)
+            leaves, rows = [image, text, scale], (self._unit(image), self._unit(text))
+            objective = self.objectives[name]
+            if self.streams(len(text), text.device):
+                streamed = objective.streamed(*rows, scale, observed.margin_text, observed.groups, top=self.top)
+                loss = streamed.loss.mean()
+                mean = objective.margin_mean(rows[1].detach(), observed.margin_text, observed.groups)
+                *rows, by_scale = torch.autograd.grad(loss, leaves)
+                return _watched(loss, None, [*map(completed, rows), by_scale], streamed.anchors, mean)
+            scores = objective.scores(*rows, scale, observed.margin_text, observed.excluded)
             loss = directed_loss(scores, self.directions, self.loss_form).mean()
-            logit_grad, image_grad, text_grad, scale_grad = torch.autograd.grad(loss, [scores.logits, image, text, scale])
-        return Watched(
-            scores=_detached(scores),
-            loss=loss.detach(),
-            logit_grad=logit_grad,
-            image_grad=image_grad,
-            text_grad=text_grad,
-            scale_grad=scale_grad,
-        )
+            logit_grad, *gradients = torch.autograd.grad(loss, [scores.logits, *leaves])
+        scores = _detached(scores)
+        return replace(_watched(loss, logit_grad, gradients, dense_anchors(scores, self.directions)), scores=scores)
 
     def head(self, name: str, watched: Watched, param_grads: Sequence[Tensor | None] | None, factor: Tensor | float) -> Head:
         """All of an objective that quantities look at. ``factor``: what ``param_grads`` must still be multiplied by."""
-        logits = watched.scores.logits
         return Head(
             name=name,
             gamma=self.objectives[name].gamma,
             trained=name == self.trained,
             scores=watched.scores,
+            anchors=watched.anchors,
             loss=watched.loss,
             logit_grad=watched.logit_grad,
-            direction_grads={d: self._direction_grad(m) for d, m in per_direction(logits, self.directions).items()},
+            direction_grads=self._direction_grads(watched.scores),
             image_grad=watched.image_grad,
             text_grad=watched.text_grad,
             param_grads=param_grads,
             param_factor=factor,
+            margin_mean=watched.margin_mean,
             directions=self.directions,
         )
+
+    def _direction_grads(self, scores: Scores | None) -> dict[str, Tensor]:
+        if scores is None or not self.by_direction:
+            return {}
+        return {d: self._direction_grad(m) for d, m in per_direction(scores.logits, self.directions).items()}
 
     def _direction_grad(self, logits: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -173,15 +201,33 @@ class Heads:
         return F.normalize(rows, dim=1) if self.normalise else rows
 
 
-def of_training(scores: Scores, loss: Tensor, kept: Mapping[str, Tensor], unscale: Tensor | float) -> Watched:
-    """The trained objective from what its own backward passed by."""
+    def of_training(
+        self, term: Term, text: Tensor, observed: Observed, kept: Mapping[str, Tensor], unscale: Tensor | float
+    ) -> Watched:
+        """The trained objective from what its own backward passed by; ``text`` [N, D] are its caption rows."""
+        loss = total_loss([term])
+        gradients = [kept[name] * unscale for name in ROWS]
+        if term.scores is None:
+            assert term.anchors is not None
+            mean = self.objectives[term.name].margin_mean(text.detach(), observed.margin_text, observed.groups)
+            return _watched(loss, None, gradients, term.anchors, mean)
+        scores = _detached(term.scores)
+        return replace(_watched(loss, kept["logits"] * unscale, gradients, dense_anchors(scores, self.directions)), scores=scores)
+
+
+def _watched(
+    loss: Tensor, logit_grad: Tensor | None, gradients: Sequence[Tensor], anchors: Anchors, margin_mean: Tensor | None = None
+) -> Watched:
+    """``gradients``: at the image rows, the text rows and, unless it is left to the loop, the scale."""
     return Watched(
-        scores=_detached(scores),
+        scores=None,
+        anchors=anchors,
         loss=loss.detach(),
-        logit_grad=kept["logits"] * unscale,
-        image_grad=kept["image"] * unscale,
-        text_grad=kept["text"] * unscale,
-        scale_grad=None,
+        logit_grad=logit_grad,
+        image_grad=gradients[0],
+        text_grad=gradients[1],
+        scale_grad=gradients[2] if len(gradients) > 2 else None,
+        margin_mean=margin_mean,
     )
 
 

@@ -3,10 +3,10 @@
     forward     R = [R_0; R_1; ...; R_(W-1)], an all_gather in order of rank
     backward    dL/dR_r = W * (rows of rank r of dL/dR)        no collective
 
-Why this is exact. Every rank holds the same R, so it computes the same loss L and the same dL/dR, complete at its own rows. The gradient
-over the parameters is sum_r J_r^t (dL/dR)_r, where J_r are the towers' derivatives at rank r's rows, which only rank r has. Data
-parallelism averages over ranks, (1/W) sum_r, so each rank hands W times its own rows to its towers, and the average is the sum. A
-parameter that enters L outside the towers (the scale) has the whole gradient on every rank, and the average leaves it as it is.
+Why this is exact. Every rank holds the same R, so it computes the same loss L and the same dL/dR, complete at its own rows. The
+gradient over the parameters is sum_r J_r^t (dL/dR)_r, where J_r are the towers' derivatives at rank r's rows, which only rank r has.
+Data parallelism averages over ranks, (1/W) sum_r, so each rank hands W times its own rows to its towers, and the average is the sum.
+A parameter that enters L outside the towers (the scale) has the whole gradient on every rank, and the average leaves it as it is.
 
 A gather without gradient would pass 1/W of this gradient, and a loss over the rank's own rows without gradient at the columns another
 one altogether; neither is offered. Memory: W n (D_image + D_text) numbers a rank; sent: the same, once a step.

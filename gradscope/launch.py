@@ -7,7 +7,7 @@ The processes speak with one voice: the first rank prints, the others are silent
 the others, who only see it gone, end without a word. Nothing here imports torch before it is needed, and one process is left alone.
 
 How it can mislead: a process that is killed (kill -9, out of memory) says nothing; then the others say that one is gone, and torchrun
-names it. A collective that is waited for longer than ``TIMEOUT`` ends the run; with NCCL a process that waits in one can only be killed.
+names it. A collective that is waited for longer than ``TIMEOUT`` ends the run; with NCCL whoever waits in one can only be killed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ def only_first_speaks() -> None:
     global _voice
     if together() and int(os.environ["RANK"]) > 0:
         _voice = sys.stderr
-        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
 def speak_up() -> bool:

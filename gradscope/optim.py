@@ -13,6 +13,7 @@ import math
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from gradscope.distributed import is_sharded
 from gradscope.recipe import Train
 
 
@@ -25,15 +26,18 @@ FUSED = ("cpu", "cuda")
 
 
 def make_optimizer(module: nn.Module, train: Train) -> AdamW:
-    """AdamW over what trains in ``module``, fused where its parameters' device has it."""
+    """AdamW over what trains in ``module``, fused where its parameters' device has it; one by one where some are sharded, since the
+    kernels for many at once take no mixture of shards and whole parameters."""
     parameters = list(trainable(module).values())
-    fused = all(p.device.type in FUSED for p in parameters)
+    sharded = any(map(is_sharded, parameters))
+    fused = all(p.device.type in FUSED for p in parameters) and not sharded
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = train.beta1, train.beta2
-    return AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, eps=train.eps, fused=fused)
+    foreach = False if sharded else None
+    return AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, eps=train.eps, fused=fused, foreach=foreach)
 
 
 def rate(step: int, total: int, warmup: int, peak: float) -> float:

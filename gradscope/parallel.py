@@ -4,15 +4,14 @@
     full    FSDP2: each rank keeps 1/W of the parameters, gradients and moments; a block's are gathered for as long as it runs
 
 Both wrap the embedding of a batch and nothing else: the loss is computed outside, on the rows of all ranks (``gradscope.joining``).
-Before DDP wraps, parameters that are frozen, or that no embedding depends on (read off the graph of two blank records), are left out, so
-that it waits for none that never comes; no second search is needed at each step. The scales are left out too and averaged here once a
-step: they take part in the loss, not in the towers, and FSDP2 shards no scalar.
+Before DDP wraps, parameters that are frozen, or that no embedding depends on (read off the graph of two blank records), are left out:
+it waits for none that never comes, and need not search at each step. The scales are left out too and averaged here once a step: they
+take part in the loss, not in the towers, and FSDP2 shards no scalar.
 
 One process: nothing is wrapped, nothing is copied, and the bits are those of plain training.
 
-How it can mislead: batch statistics (BatchNorm) are those of each rank's own rows, so such an encoder does not equal one process; dropout
-draws other numbers on other ranks. DDP holds a second copy of all gradients for the time between two steps unless they are views of its
-buckets, as here.
+How it can mislead: batch statistics (BatchNorm) are those of each rank's own rows, so such an encoder does not equal one process;
+dropout draws other numbers on other ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ from gradscope.distributed import averaged, is_sharded, local, summed, world
 from gradscope.encoders.dual import DualEncoder, evaluating
 from gradscope.encoders.freeze import image_tower, text_tower_parts
 from gradscope.types import Batch, Embeddings
-
-#: Settings of ``train.shard``.
-SHARDS = ("none", "full")
 
 
 @dataclass(frozen=True, kw_only=True)

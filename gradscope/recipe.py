@@ -25,11 +25,14 @@ OBJECTIVES = ("infonce", "hn")
 READ_ONLY_OBJECTIVES = ("dcl", "hardness_weighted", "siglip")
 MARGINS = ("live", "frozen", "external", "fixed", "centred")
 LOSS_FORMS = ("plain", "residual")
+KERNELS = ("auto", "dense", "streaming")
 DUPLICATES = ("keep", "exclude")
 PRECISIONS = ("fp32", "bf16", "fp16")
+SHARDS = ("none", "full")
 ON_BAD_IMAGE = ("error", "skip")
 ON_TOO_LONG = ("truncate", "error")
 DECODES = ("fast", "exact", "scaled")
+CACHES = ("images",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,8 @@ class Data:
     """What to read, and what to do with what does not fit.
 
     ``name`` is a registered data set or a path; ``val_share`` of ``train_split`` is held out by image id where there is no split
-    "val" beside it. The settings in SETTINGS belong to some data sets only; "" leaves each at the data set's own default.
+    "val" beside it. ``cache`` "images": pictures are decoded once and kept (see ``gradscope.data.image_cache``). The settings in
+    SETTINGS belong to some data sets only; "" leaves each at the data set's own default.
     """
 
     name: str = "scenes"
@@ -53,6 +57,7 @@ class Data:
     on_bad_image: str = "error"
     on_too_long: str = "truncate"
     decode: str = "fast"
+    cache: str = ""
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("folder", "caption", "image_key", "caption_key", "image_root", "encoding")
 
@@ -75,7 +80,8 @@ class Encoder:
 class Objective:
     """gamma and margin belong to hn; infonce resolves them to 0 and "none". margin_encoder belongs to the external margin.
 
-    duplicates: whether captions of identical token ids stay each other's negatives.
+    duplicates: whether captions of identical token ids stay each other's negatives. kernel: whether the loss holds its [width, width]
+    cells; auto streams above a width. Streamed, the loss is in the residual form.
     """
 
     framework: str = "clip"
@@ -86,6 +92,7 @@ class Objective:
     token_weight: float = 0.0
     loss_form: str = "plain"
     duplicates: str = "keep"
+    kernel: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +114,7 @@ class Train:
     scale: str = "learn"
     scale_max: float = 100.0
     precision: str = "fp32"
+    shard: str = "none"
     device: str = "auto"
     seed: int = 42
     workers: int = 0
@@ -279,6 +287,14 @@ def _with_presets(recipe: Recipe, given: set[str], overridden: set[str]) -> Reci
         if ignored or ("objective.margin" in given and objective.margin != "none"):
             raise ValueError("--gamma and --margin belong to --objective hn and would be ignored by infonce; drop them or use hn")
         objective = dataclasses.replace(objective, gamma=0.0, margin="none")
+    if objective.kernel == "streaming":
+        default = "objective.kernel" in overridden and "objective.loss_form" not in overridden  # of the recipe file, spelled out
+        if "objective.loss_form" in given and objective.loss_form == "plain" and not default:
+            raise ValueError(
+                "--kernel streaming computes the loss in the residual form, so --loss-form plain would be ignored; drop it, or use "
+                "--kernel dense"
+            )
+        objective = dataclasses.replace(objective, loss_form="residual")
     if train.accumulate == 1 and train.accumulate_mode not in ("none",):
         raise ValueError(f"--accumulate-mode {train.accumulate_mode} has no effect with --accumulate 1; drop it or raise --accumulate")
     return dataclasses.replace(recipe, objective=objective, probe=_probe(recipe.probe, given))
@@ -315,11 +331,17 @@ def check(recipe: Recipe) -> None:
             )
     _one_of("--loss-form", objective.loss_form, LOSS_FORMS)
     _one_of("--duplicates", objective.duplicates, DUPLICATES)
+    _one_of("--kernel", objective.kernel, KERNELS)
     _one_of("--precision", train.precision, PRECISIONS)
     _one_of("--on-bad-image", recipe.data.on_bad_image, ON_BAD_IMAGE)
     _one_of("--on-too-long", recipe.data.on_too_long, ON_TOO_LONG)
     _one_of("--decode", recipe.data.decode, DECODES)
+    if recipe.data.cache:
+        _one_of("--cache", recipe.data.cache, CACHES)
     _one_of("--scale", train.scale, ("learn", "fixed"))
+    _one_of("--shard", train.shard, SHARDS)
+    if train.shard == "full" and train.precision == "fp16":
+        raise ValueError("--shard full runs in fp32 or bf16: each rank would keep a loss scale of its own; use --precision bf16")
     if train.accumulate > 1 and train.accumulate_mode not in ("narrow", "cached"):
         raise ValueError(
             f"--accumulate {train.accumulate} needs --accumulate-mode: narrow (softmax of {train.batch_size} candidates, averaged "

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscope.cadence import Cadence, Ledger
-from gradscope.distributed import is_sharded, largest, local
+from gradscope.distributed import averaged, completed, is_sharded, largest, local, rank, world
 from gradscope.encoders.reach import plain_name
-from gradscope.frameworks.clip import total_loss
-from gradscope.heads import ROWS, Heads, Observed, Watched, of_training
+from gradscope.heads import ROWS, Heads, Observed, Watched
 from gradscope.metrics.gradients import norm_over_ranks
 from gradscope.optim import trainable
+from gradscope.quantities import left_out_words, needs
 from gradscope.quantities.gradient import tower_of
 from gradscope.types import Batch, Embeddings, Reading, Step, Term
 
@@ -71,6 +71,8 @@ class StepReader:
         second_backward: whether an objective that is not trained gets its full-parameter gradient (one more backward pass each).
         structural: token ids [N, L] -> parameter name -> bool [rows] that these ids cannot reach.
         scale_max: the clamp of the scale, or None.
+        dealt: whether each rank embedded a part of the rows (``gradscope.joining``): a gradient over the parameters is then the mean
+            over ranks. Every rank reads, in the same order.
     """
 
     model: nn.Module
@@ -83,11 +85,13 @@ class StepReader:
     scale_max: float | None = None
     optimizer: Optimizer | None = None
     stamps: str = ""
+    dealt: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     _step: Step | None = None
     _readings: list[Reading] = field(default_factory=list)
     _mark: int | None = None
+    _told: bool = False  # what is left out where the softmax is streamed
     _due: bool = False
     _ours: bool = False
     _copies: list[Tensor] = field(default_factory=list)
@@ -135,8 +139,13 @@ class StepReader:
         return self._step is not None
 
     def needs(self, what: str) -> bool:
-        """Whether a quantity of the set needs ``what`` ("before", "param_grads")."""
-        return any(what in getattr(quantity, "needs", ()) for quantity in self.quantities.values())
+        """Whether a quantity of the set needs ``what``, one of ``gradscope.quantities.NEEDS``."""
+        return any(needs(quantity, what) for quantity in self.quantities.values())
+
+    @property
+    def top(self) -> int:
+        """How many of an anchor's hardest negatives are read the share of, where the softmax is streamed."""
+        return max(self.quantities["residual"].top) if "residual" in self.quantities else 0  # type: ignore[attr-defined]
 
     # ---- phase "batch"
 
@@ -170,6 +179,7 @@ class StepReader:
             initial_text=initial_text,
             margin_text=margin_text,
             excluded=terms[0].scores.excluded if terms and terms[0].scores else None,
+            groups=terms[0].groups if terms else None,
         )
         self.open(embeddings, observed, terms=terms, unscale=1.0 / loss_scale, replayed=replayed)
         whole = False
@@ -200,6 +210,7 @@ class StepReader:
                 parameters belongs to it.
         """
         self._due, self._probed, self._ours = False, True, bool(terms)  # this is the measured batch, even if reading it fails
+        self.heads.top, self.heads.by_direction = self.top, self.needs("direction_grads")
         alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
         try:
             known = self._known(embeddings, observed, alone)
@@ -217,8 +228,7 @@ class StepReader:
             self.fail("heads", error)
             return
         watched = {"image": embeddings.image, "text": embeddings.text}
-        if alone:
-            assert terms[0].scores is not None
+        if alone and terms[0].scores is not None:
             watched["logits"] = terms[0].scores.logits
         watched = {name: tensor for name, tensor in watched.items() if tensor.requires_grad}
         self._opened.watched = frozenset(watched)
@@ -275,7 +285,7 @@ class StepReader:
         self, embeddings: Embeddings, observed: Observed, known: dict[str, Watched], ours: bool, replayed: bool
     ) -> dict[str, list[Tensor | None]]:
         """Their gradients over all parameters. In a loop that is not ours, the trained one's is read from ``.grad`` afterwards."""
-        if not self.needs("param_grads"):
+        if not self.needs("param_grads") or (ours and self.sharded):
             return {}
         with self._timed("second backward"):
             return {
@@ -287,13 +297,14 @@ class StepReader:
     def _measured(self, opened: _Open) -> Step:
         """The step as the quantities see it, from what was known before the backward and what passed by during it."""
         known, grads, trained = dict(opened.known), dict(opened.param_grads), self.heads.trained
+        if self.dealt:  # a streamed loss leaves each rank the gradient at its own rows
+            opened.kept |= {name: completed(opened.kept[name]) for name in ROWS if name in opened.kept}
         silent = sorted(opened.watched - set(opened.kept))
         if silent:
             raise RuntimeError(f"no gradient passed by at {', '.join(silent)}: the hook is dead, or the loss does not reach them")
         if trained and trained not in known:
-            scores = opened.terms[0].scores
-            assert scores is not None
-            known[trained] = of_training(scores, total_loss(opened.terms), opened.kept, opened.unscale)
+            text = opened.embeddings.text
+            known[trained] = self.heads.of_training(opened.terms[0], text, opened.observed, opened.kept, opened.unscale)
         passed = {name: opened.kept[name] * opened.unscale for name in ROWS if name in opened.kept}
         factors: dict[str, Tensor | float] = {}
         whole = not self.sharded and (opened.fresh or bool(opened.terms))
@@ -301,6 +312,8 @@ class StepReader:
             # Our loop divides by the micro-batches after the last one; what others multiply the loss by is seen at the embeddings.
             seen = 1.0 if opened.terms else self.heads.grad_factor(known[trained], passed, opened.observed)
             grads[trained], factors[trained] = [p.grad for p in self.parameters], opened.unscale * seen
+        if self.dealt:
+            grads = {name: averaged(gradient) for name, gradient in grads.items()}
         return Step(
             index=self._index,
             samples=self._samples,
@@ -319,6 +332,7 @@ class StepReader:
             optimizer=self.optimizer,
             passed=passed,
             rows=opened.observed.rows,
+            groups=opened.observed.groups,
         )
 
     def _structural(self, token_ids: Tensor | None) -> Mapping[str, Tensor]:
@@ -330,19 +344,25 @@ class StepReader:
             return
         try:
             with self._timed("second backward"):
+                if not (embeddings.image.requires_grad or embeddings.text.requires_grad):
+                    raise RuntimeError("the replayed embeddings have no graph, so their part of the gradient over the parameters is lost")
                 for name, total in self._replayed.items():
-                    watched = self._opened.known[name]
-                    grads = torch.autograd.grad(
-                        [embeddings.image, embeddings.text],
-                        self.parameters,
-                        [watched.image_grad[rows], watched.text_grad[rows]],
-                        retain_graph=True,
-                        allow_unused=True,
-                    )
+                    towers = self._own_rows(self._opened.known[name])
+                    grads = self.heads.through_towers(embeddings, towers, self.parameters, rows, replayed=False)
                     self._replayed[name][:] = [_sum(a, b) for a, b in zip(total, grads, strict=True)]
         except Exception as error:
             self._replayed.clear()  # a gradient of some micro-batches is none: "not measured"
             self.fail("second backward", error)
+
+    def _own_rows(self, watched: Watched) -> Watched:
+        """What the towers of this rank are replayed with. The scale has had its part."""
+        if not self.dealt:
+            return replace(watched, scale_grad=None)
+        each = len(watched.image_grad) // world()
+        own = slice(rank() * each, (rank() + 1) * each)
+        return replace(
+            watched, scale_grad=None, image_grad=world() * watched.image_grad[own], text_grad=world() * watched.text_grad[own]
+        )
 
     # ---- phases "step" and "update"
 
@@ -358,7 +378,7 @@ class StepReader:
                 before = self._copied()
         self._step = replace(
             self._step,
-            accumulated=[None if p.grad is None else local(p.grad) for p in self.parameters],
+            accumulated=[self._handed(p) for p in self.parameters],
             unscale=unscale,
             optimizer=self.optimizer,
             sharded=self.sharded,
@@ -366,6 +386,12 @@ class StepReader:
             before=before,
         )
         self._read("step")
+
+    def _handed(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of a gradient; where parts are added up over ranks, a whole one is the first rank's."""
+        if parameter.grad is None or (rank() and self.dealt and self.sharded and not is_sharded(parameter)):
+            return None
+        return local(parameter.grad)
 
     def _copied(self) -> list[Tensor]:
         """The parameters as they are now. On a CPU the memory is kept for the next time: to get it takes longer than to fill it."""
@@ -399,8 +425,13 @@ class StepReader:
 
     def _read(self, phase: str) -> None:
         assert self._step is not None
+        streamed = any(head.scores is None for head in self._step.heads.values())
+        if streamed and not self._told:
+            self._told = True
+            words = left_out_words(self.quantities, len(self._step.embeddings.text))
+            self.failures += [f"step {self._index}: {words}"] if words else []
         for name, quantity in self.quantities.items():
-            if quantity.phase != phase:  # type: ignore[attr-defined]
+            if quantity.phase != phase or (streamed and needs(quantity, "cells")):  # type: ignore[attr-defined]
                 continue
             with self._timed(name), torch.no_grad():
                 try:
@@ -418,7 +449,8 @@ class StepReader:
         if self._step is None and not self._readings:
             return []
         with self._timed("flush"):
-            rows = to_rows(self._readings, self._index, self.stamps)
+            streamed = self._step is not None and any(head.scores is None for head in self._step.heads.values())
+            rows = to_rows(self._readings, self._index, self.stamps + ("; streamed, no cells" if streamed else ""))
         self._step, self._readings = None, []
         rows += [
             {"step": self._index, "quantity": "probe", "term": "", "key": name, "value": value, "unit": "s", "stamps": ""}

@@ -3,6 +3,9 @@
     embed; terms; total; backward (watched by the probe); read; clip; optimizer step; log
 Step k reads the parameters before the k-th update. A step averages its micro-batches' gradients once, after the last backward, so
 that what the probe sees of one micro-batch is the gradient of that one softmax.
+
+On several ranks (``gradscope.launch``) each embeds its part of a micro-batch; the rows are joined with gradient, and from there on
+every rank computes the same loss. The first rank writes the run; all take part in every collective, the probe's too.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gradscope import cached, checkpoint
+from gradscope import cached, checkpoint, parallel
 from gradscope.console import console
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
+from gradscope.data.image_cache import picture_reader
 from gradscope.data.too_long import refuse_too_long
+from gradscope.distributed import everyones, first_rank_first, is_sharded, local, rank, shared, summed, world
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.freeze import checkpoint_activations, freeze
 from gradscope.encoders.load import load_encoder, resolve_device
@@ -33,21 +38,24 @@ from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import FixedCaptions, fixed_captions
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.heads import Heads
-from gradscope.metrics.duplicates import repeats
+from gradscope.joining import joined_embeddings
+from gradscope.metrics.duplicates import group_sizes, repeats
 from gradscope.objectives import objectives
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
+from gradscope.parallel import Replica
 from gradscope.provenance import provenance
 from gradscope.quantities import quantity_set
 from gradscope.recipe import Recipe
 from gradscope.resume import check_same_data, check_same_recipe
 from gradscope.runlog import Run, RunLog, checkpoint_step
+from gradscope.silent_log import SilentLog
 from gradscope.sinks import require as require_sinks
 from gradscope.sinks.feed import open_feeds
 from gradscope.step_reader import StepReader
 from gradscope.train_display import display, header
-from gradscope.training_data import keep_items, training_data
+from gradscope.training_data import TrainingData, keep_items, training_data
 from gradscope.types import Batch, Embeddings, Record, Term
 
 #: The gamma at which an InfoNCE run reads HN: the paper's.
@@ -70,7 +78,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
 
     Args:
         recipe: checked settings.
-        output: the run directory; must be new, or with ``resume`` a run of the same recipe.
+        output: the run directory; must be new, or with ``resume`` a run of the same recipe. Of several ranks the first writes it, and
+            a resume needs it on a disk that all of them see.
         quiet: no progress bar and no header (used by sweeps).
 
     Raises:
@@ -78,6 +87,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         FloatingPointError: a non-finite loss; the last checkpoint is kept.
     """
     settings = recipe.train
+    quiet = quiet or rank() > 0
     require_sinks(recipe.log.sinks)
     device = resolve_device(settings.device)
     torch.manual_seed(settings.seed)
@@ -91,7 +101,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         checkpoint_activations(encoder)
     if settings.accumulate_mode == "cached":
         cached.check_replayable(encoder)
-    data = training_data(recipe)
+    with first_rank_first():
+        data = training_data(recipe)
+    _check_same_records(data)
     batches = Batches(
         records=data.train,
         encoder=encoder,
@@ -100,6 +112,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         seed=settings.seed,
         workers=settings.workers,
         decode=recipe.data.decode,
+        rank=rank(),
+        ranks=world(),
     )
     tested = [(record.id, caption) for record in data.validation for caption in record.captions]
     tested_tokens = encoder.tokenize([caption for _, caption in tested])
@@ -109,9 +123,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
     total_steps = _total_steps(recipe, batches)
     if settings.warmup >= total_steps:
         raise ValueError(f"train.warmup is {settings.warmup} steps, the whole run {total_steps}; lower the one or raise the other")
-    optimizer = make_optimizer(encoder, settings)
+    checkpoint.seed_rank(settings.seed)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
-    reader = make_reader(recipe, encoder, framework, optimizer)
 
     with ExitStack() as stack:
         kernels = stack.enter_context(cpu_speed(device, encoder.longest_sequence))
@@ -131,31 +144,47 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         )
         log, first = _open_log(stack, recipe, output, resume, facts)
         if first > 1:
-            checkpoint.load(log.checkpoint_dir(first - 1), encoder, optimizer, scaler)
+            checkpoint.load_weights(log.checkpoint_dir(first - 1), encoder)
+        towers = parallel.replica(encoder, settings.shard, tokens=framework.needs_tokens)
+        optimizer = make_optimizer(encoder, settings)
+        if first > 1:
+            checkpoint.load_training(log.checkpoint_dir(first - 1), encoder, optimizer, scaler, settings.seed)
+        reader = make_reader(recipe, encoder, framework, optimizer)
 
         def say(line: str) -> None:
             log.console(line)
             if not quiet:
                 console.print(line, soft_wrap=True, markup=False)
 
-        for feed in open_feeds(recipe.log.sinks, log.path, dataclasses.asdict(recipe), everything=recipe.log.sink_all, say=say):
+        sinks = "" if rank() else recipe.log.sinks
+        for feed in open_feeds(sinks, log.path, dataclasses.asdict(recipe), everything=recipe.log.sink_all, say=say):
             log.listen(feed)
         words = header(recipe, batches, total_steps, len(data.validation), kernels, facts)
         say(words)
-        if frozen:
-            say(frozen)
+        for line in [*_ranks_words(recipe), *([frozen] if frozen else [])]:
+            say(line)
         for note in data.notes:
             say(f"note: {note}")
-        keep_items(data, log.path / "arrays", recipe.encoder.name, say)
+        if rank() == 0:
+            keep_items(data, log.path / "arrays", recipe.encoder.name, say)
+        read = picture_reader(
+            [*data.train, *data.validation],
+            encoder.config["preprocess_cfg"],
+            decode=recipe.data.decode,
+            cache=recipe.data.cache,
+            workers=settings.workers,
+            say=say,
+        )
         fixed = fixed_captions(recipe, framework, encoder, batches, log, say)
-        best = _best_so_far(log)
+        best = shared(None if rank() else _best_so_far(log))
         if first == 1:
-            best = _validate(encoder, data.validation, recipe, log, step=0, epoch=0, best=best)
+            best = _validate(encoder, data.validation, recipe, log, read, step=0, epoch=0, best=best)
 
-        embed = _Embed(encoder, framework.needs_tokens, settings.precision)
+        embed = _Embed(encoder, framework.needs_tokens, settings.precision, towers)
         show = stack.enter_context(display(total_steps, first, quiet, log.path if reader else None))
         encoder.train()
-        for step, micro_batches in enumerate(batches.steps(first, total_steps), first):
+        ended = time.perf_counter()
+        for step, micro_batches in enumerate(batches.steps(first, total_steps, read), first):
             start = time.perf_counter()
             epoch = batches.epoch_of(step)
             set_rate(optimizer, rate(step, total_steps, settings.warmup, settings.lr))
@@ -164,13 +193,15 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 reader.begin(step, (step - 1) * batches.per_step)
             losses: list[Tensor] = []  # of each micro-batch (cached: of the one wide batch)
             parts: list[Tensor] = []  # [terms] each
-            excluded: list[Tensor | None] = []  # [N, N] of each softmax
-            if settings.accumulate_mode == "cached":
-                whole = cached.joined(micro_batches)
+            excluded: list[Tensor | None] = []  # [N] of each softmax
+            wide = settings.accumulate_mode == "cached"
+            everyone = batches.of_all_ranks(step, micro_batches, wide=wide)  # the rows that each softmax is over
+            if wide:
+                whole = cached.joined(everyone)
                 token_scale = None if encoder.token_log_scale is None else encoder.token_log_scale.float().exp()
-                passed = cached.first_pass(embed, micro_batches, encoder.scale(), token_scale)
-                embeddings = passed.embeddings
-                terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"])
+                passed = cached.first_pass(embed, micro_batches, encoder.scale(), token_scale, towers.quiet)
+                embeddings = joined_embeddings(passed.embeddings)
+                terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"], top=_top(reader))
                 total = total_loss(terms)
                 with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=True):
                     scaler.scale(total).backward()
@@ -181,15 +212,17 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 parts.append(_term_losses(terms))
                 excluded.append(_excluded(terms))
             else:
-                for batch in micro_batches:
-                    embeddings = embed(batch)
-                    terms = framework(embeddings, fixed.margin_text(batch), batch.texts["full"])
-                    total = total_loss(terms)
-                    with _watching(reader, batch, embeddings, terms, fixed, scaler, replayed=False):
-                        scaler.scale(total).backward()
+                for batch, whole in zip(micro_batches, everyone, strict=True):
+                    with nullcontext() if batch is micro_batches[-1] else towers.quiet():
+                        embeddings = joined_embeddings(embed(batch))
+                        terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"])
+                        total = total_loss(terms)
+                        with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=False):
+                            scaler.scale(total).backward()
                     losses.append(total.detach())
                     parts.append(_term_losses(terms))
                     excluded.append(_excluded(terms))
+            towers.settle()
             scaler.unscale_(optimizer)
             if step == first:
                 _say_untouched(encoder, step, say)
@@ -197,10 +230,10 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             _average(parameters, len(losses))
             if reader:
                 reader.accumulated(losses)
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            norm = parallel.gradient_norm(parameters)
             if settings.grad_clip > 0:
-                torch.nn.utils.clip_grads_with_norm_(parameters, settings.grad_clip, norm)
-            row = _step_row(step, epoch, batches, losses, parts, terms, encoder, norm, optimizer, micro_batches)
+                parallel.clip(parameters, settings.grad_clip, norm)
+            row = _step_row(step, epoch, batches, losses, parts, terms, encoder, norm, optimizer, everyone)
             row |= {"negatives_per_anchor": recipe.negatives_per_anchor, **_left_out(excluded)}
             if not math.isfinite(row["loss"]):
                 _stop(row, reader, encoder, log)
@@ -220,7 +253,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if skipped:
                 row["grad_norm"] = None  # the scaled gradient overflowed: there is no norm and no update
             row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
+            row["wait_seconds"] = start - ended  # since the step before: for pictures, and for its row to be written
             row["images_per_s"] = batches.per_step / row["seconds"]
+            ended = time.perf_counter()
             row["probe_seconds"] = sum(reader.seconds.values()) if reader else 0.0
             if reader:
                 costs = reader.ended(row["seconds"])
@@ -235,13 +270,15 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if to_save:
                 _refuse_broken_weights(step, encoder, log)
             if end_of_epoch:
-                best = _validate(encoder, data.validation, recipe, log, step=step, epoch=epoch, best=best)
+                best = _validate(encoder, data.validation, recipe, log, read, step=step, epoch=epoch, best=best)
             if to_save:
                 checkpoint.save(log.checkpoint_dir(step), encoder, optimizer, scaler)
                 log.mark_best(best.step, best.recall)
-                _prune(log, keep={step, best.step})
+                if rank() == 0:
+                    _prune(log, keep={step, best.step})
+                ended = time.perf_counter()
         log.finish()
-    last = _last(Run(output))
+    last = shared(None if rank() else _last(Run(output)))
     return Trained(path=output, steps=total_steps, last=last, best=max(best.recall, last), best_step=best.step)
 
 
@@ -258,6 +295,7 @@ def make_framework(recipe: Recipe) -> Clip:
         loss_form=objective.loss_form,
         token_weight=objective.token_weight,
         duplicates=objective.duplicates,
+        kernel=objective.kernel,
     )
 
 
@@ -276,16 +314,19 @@ def make_reader(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer
             trained=framework.objective.name,
             loss_form=framework.loss_form,
             half=settings.precision == "fp16",
+            kernel=framework.kernel,
         ),
         quantities=quantity_set(recipe.probe.set),
         every=recipe.probe.every,
         budget=recipe.probe.share,
-        second_backward=recipe.probe.second_backward,
+        second_backward=recipe.probe.second_backward and settings.shard == "none",
+        dealt=world() > 1,
         structural=encoder.structural_rows,
         scale_max=settings.scale_max if settings.scale == "learn" else None,  # a fixed scale is not clamped
         optimizer=optimizer,
         stamps=f"{batches}; width {recipe.width}; gamma {hn.gamma:g} {hn.margin}; towers {settings.precision}, loss fp32; unscaled"
-        + left_out,
+        + left_out
+        + (f"; dealt to {world()} ranks" if world() > 1 else ""),
     )
 
 
@@ -294,8 +335,41 @@ def _total_steps(recipe: Recipe, batches: Batches) -> int:
     return min(every, recipe.train.max_steps) if recipe.train.max_steps else every
 
 
-def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, facts: dict[str, Any]) -> tuple[RunLog, int]:
-    """A new log, or the reopened one of the same recipe and data; and the step to start with."""
+def _check_same_records(data: TrainingData) -> None:
+    """Ranks on other nodes read their own disk. Raises ValueError, on every rank, if they do not all have the same records."""
+    found = everyones(data.facts()["data"]["used_sha256"])
+    other = [str(index) for index, digest in enumerate(found) if digest != found[0]]
+    if other:
+        raise ValueError(
+            f"processes {', '.join(other)} read other records than process 0; give all nodes the same files, or a disk that all see"
+        )
+
+
+def _ranks_words(recipe: Recipe) -> list[str]:
+    """How the work is dealt out; nothing on one process."""
+    if world() == 1:
+        return []
+    settings = recipe.train
+    kept = "each has all parameters (DDP)" if settings.shard == "none" else "each keeps a part of the parameters (FSDP2)"
+    each = settings.batch_size // world()
+    lines = [f"{settings.batch_size} rows a micro-batch, {each} on each of {world()} ranks; rows gathered with gradient; {kept}"]
+    if settings.shard == "full" and recipe.probe.log_grads and recipe.probe.set == "full":
+        lines.append("note: parameters are divided, so the probe does not read the gradient by objective (quantity 'gradient')")
+    return lines
+
+
+def _open_log(
+    stack: ExitStack, recipe: Recipe, output: Path, resume: bool, facts: dict[str, Any]
+) -> tuple[RunLog | SilentLog, int]:
+    """The log, and the step to start with. The first rank opens it and says where it stands."""
+    if rank():
+        return SilentLog(output), shared(None)
+    log, first = _open_run(stack, recipe, output, resume, facts)
+    return log, shared(first)
+
+
+def _open_run(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, facts: dict[str, Any]) -> tuple[RunLog, int]:
+    """A new run, or the reopened one of the same recipe and data."""
     if not resume:
         return stack.enter_context(RunLog.create(output, recipe_toml=recipe.toml(), provenance=facts)), 1
     run = Run(output)
@@ -314,14 +388,14 @@ def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, fact
 class _Embed:
     """The towers under the chosen precision; embeddings are fp32."""
 
-    def __init__(self, encoder: DualEncoder, tokens: bool, precision: str) -> None:
-        self.encoder, self.tokens = encoder, tokens
+    def __init__(self, encoder: DualEncoder, tokens: bool, precision: str, towers: Replica | None = None) -> None:
+        self.encoder, self.tokens, self.towers = encoder, tokens, towers or Replica(encoder=encoder)
         self.dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
     def __call__(self, batch: Batch) -> Embeddings:
         context = torch.autocast(self.encoder.device.type, self.dtype) if self.dtype else nullcontext()
         with context:
-            return self.encoder.embed(batch, tokens=self.tokens)
+            return self.towers.embed(batch, tokens=self.tokens)
 
 
 @contextmanager
@@ -350,6 +424,11 @@ def _watching(
         yield
 
 
+def _top(reader: StepReader | None) -> int:
+    """Of how many hardest negatives a streamed softmax is to read the share: only where the reader looks."""
+    return reader.top if reader and reader.due else 0
+
+
 def _say_untouched(encoder: DualEncoder, step: int, say: Callable[[str], None]) -> None:
     """Names the parameters that train by the settings, yet have no gradient at all (None, not zero) after a backward: the loss does
     not reach them, as with a wrongly checkpointed tower, and they would silently stay where they are."""
@@ -360,9 +439,8 @@ def _say_untouched(encoder: DualEncoder, step: int, say: Callable[[str], None]) 
 
 
 def _average(parameters: Sequence[torch.nn.Parameter], count: int) -> None:
-    grads = [p.grad for p in parameters if p.grad is not None]
     if count > 1:
-        torch._foreach_mul_(grads, 1.0 / count)
+        parallel.scale_gradients(parameters, 1.0 / count)
 
 
 def _step_row(
@@ -402,17 +480,19 @@ def _term_losses(terms: Sequence[Term]) -> Tensor:
 
 
 def _excluded(terms: Sequence[Term]) -> Tensor | None:
-    """The cells of a softmax that were no negatives, [N, N]."""
-    assert terms[0].scores is not None
-    return terms[0].scores.excluded
+    """Of each anchor of a softmax, how many other captions were no negatives: int64 [N]."""
+    scores, groups = terms[0].scores, terms[0].groups
+    if groups is not None:
+        return group_sizes(groups) - 1
+    return None if scores is None or scores.excluded is None else scores.excluded.sum(dim=1)
 
 
 def _left_out(excluded: Sequence[Tensor | None]) -> dict[str, int]:
     """With --duplicates exclude: how many pairs of captions were no negatives of each other, and how many anchors had no negative."""
-    masks = [mask for mask in excluded if mask is not None]
-    if not masks:
+    counts = [count for count in excluded if count is not None]
+    if not counts:
         return {}
-    of_anchor = torch.stack([mask.sum(dim=1) for mask in masks])  # [softmaxes, N]
+    of_anchor = torch.stack(counts)  # [softmaxes, N]
     pairs, alone = torch.stack([of_anchor.sum() // 2, (of_anchor == of_anchor.shape[1] - 1).sum()]).tolist()
     return {"duplicates_excluded": pairs, "anchors_without_negatives": alone}
 
@@ -425,7 +505,7 @@ def _peak_memory(device: torch.device) -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes, Linux KiB
 
 
-def _stop(row: dict[str, Any], reader: StepReader | None, encoder: DualEncoder, log: RunLog) -> NoReturn:
+def _stop(row: dict[str, Any], reader: StepReader | None, encoder: DualEncoder, log: RunLog | SilentLog) -> NoReturn:
     """A non-finite loss ends the run before it reaches the weights; its row and readings are kept."""
     if reader:
         log.write_readings(reader.flush())
@@ -436,7 +516,7 @@ def _stop(row: dict[str, Any], reader: StepReader | None, encoder: DualEncoder, 
     _end(f"the loss of step {row['step']} is {row['loss']}; {where}", log)
 
 
-def _refuse_broken_weights(step: int, encoder: DualEncoder, log: RunLog) -> None:
+def _refuse_broken_weights(step: int, encoder: DualEncoder, log: RunLog | SilentLog) -> None:
     """A good checkpoint is never replaced by one with a nan in it."""
     bad = _broken(encoder)
     if bad:
@@ -444,19 +524,21 @@ def _refuse_broken_weights(step: int, encoder: DualEncoder, log: RunLog) -> None
 
 
 def _broken(encoder: DualEncoder) -> list[str]:
+    """Names of parameters that are not finite, on any rank."""
     names, parameters = zip(*encoder.named_parameters(), strict=True)
-    sound = torch.stack([torch.isfinite(parameter).all() for parameter in parameters]).tolist()  # one host transfer
-    return [name for name, fine in zip(names, sound, strict=True) if not fine]
+    bad = torch.stack([(~torch.isfinite(local(parameter))).any() for parameter in parameters]).int()
+    found = (summed(bad) if any(map(is_sharded, parameters)) else bad).tolist()  # one host transfer
+    return [name for name, broken in zip(names, found, strict=True) if broken]
 
 
-def _end(message: str, log: RunLog) -> NoReturn:
+def _end(message: str, log: RunLog | SilentLog) -> NoReturn:
     kept = log.checkpoints()
     message += f". The last checkpoint is kept: {kept[-1]}" if kept else ". No checkpoint had been written yet"
     log.console(message)
     raise FloatingPointError(message)
 
 
-def report_failures(reader: StepReader, log: RunLog) -> None:
+def report_failures(reader: StepReader, log: RunLog | SilentLog) -> None:
     for failure in reader.failures:
         console.print(failure, style="yellow", soft_wrap=True, markup=False)
         log.console(failure)
@@ -473,16 +555,24 @@ class _Best:
 
 
 def _validate(
-    encoder: DualEncoder, records: Sequence[Record], recipe: Recipe, log: RunLog, *, step: int, epoch: int, best: _Best
+    encoder: DualEncoder,
+    records: Sequence[Record],
+    recipe: Recipe,
+    log: RunLog | SilentLog,
+    read: Callable[[str], Tensor],
+    *,
+    step: int,
+    epoch: int,
+    best: _Best,
 ) -> _Best:
-    result, _ = evaluate(encoder, records, decode=recipe.data.decode, workers=recipe.train.workers)
+    result, _ = evaluate(encoder, records, decode=recipe.data.decode, workers=recipe.train.workers, read=read)
     rows = [{"step": step, "epoch": epoch, "dataset": recipe.data.name, "split": "val", **row} for row in result.dicts()]
     log.write_evals(rows)
     recall = (result.value("i2t", "R@1") + result.value("t2i", "R@1")) / 2
     return _Best(step=step, recall=recall) if recall > best.recall else best
 
 
-def _best_so_far(log: RunLog) -> _Best:
+def _best_so_far(log: RunLog | SilentLog) -> _Best:
     best = _Best()
     evals = Run(log.path).evals
     if not evals.empty:
@@ -498,7 +588,7 @@ def _last(run: Run) -> float:
     return float(chosen[chosen["step"] == chosen["step"].max()]["value"].mean())
 
 
-def _prune(log: RunLog, keep: set[int]) -> None:
+def _prune(log: RunLog | SilentLog, keep: set[int]) -> None:
     """Keeps the last and the best-on-validation checkpoint."""
     import shutil
 

@@ -80,7 +80,10 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def main() -> None:
-    """Entry point: what the user got wrong is one line on stderr and exit code 2, never a traceback; of several processes one speaks."""
+    """Entry point: what the user got wrong is one line on stderr and exit code 2, never a traceback.
+
+    Of several processes one speaks.
+    """
     only_first_speaks()
     try:
         app()

@@ -20,6 +20,7 @@ KEYS = {
     "allow_missing": "data.allow_missing",
     "on_bad_image": "data.on_bad_image",
     "decode": "data.decode",
+    "cache": "data.cache",
     "on_too_long": "data.on_too_long",
     "encoder": "encoder.name",
     "trust_archive": "encoder.trust_archive",
@@ -33,6 +34,7 @@ KEYS = {
     "token_weight": "objective.token_weight",
     "loss_form": "objective.loss_form",
     "duplicates": "objective.duplicates",
+    "kernel": "objective.kernel",
     "epochs": "train.epochs",
     "max_steps": "train.max_steps",
     "batch_size": "train.batch_size",
@@ -41,6 +43,7 @@ KEYS = {
     "lr": "train.lr",
     "scale": "train.scale",
     "precision": "train.precision",
+    "shard": "train.shard",
     "device": "train.device",
     "seed": "train.seed",
     "workers": "train.workers",
@@ -88,6 +91,10 @@ def train(
     duplicates: Annotated[
         str | None, typer.Option(help="Captions of identical token ids as each other's negatives: keep or exclude. (default: keep)")
     ] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option(help="Of the loss: dense, streaming (no width x width store), or auto: by width. (default: auto)"),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over train. (default: 3)")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop (and end the schedule) after so many steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Records per micro-batch. (default: 16)")] = None,
@@ -96,9 +103,16 @@ def train(
         str | None, typer.Option(help="narrow: softmax over one micro-batch; cached: over the whole step.")
     ] = None,
     decode: Annotated[str | None, typer.Option(help="Of pictures: fast, exact or scaled. (default: fast)")] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(help="images: decode each picture once and keep it, ready to use, in the cache folder. (default: none)"),
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate of AdamW. (default: 1e-5)")] = None,
     scale: Annotated[str | None, typer.Option(help="learn or fixed. (default: learn)")] = None,
     precision: Annotated[str | None, typer.Option(help="Of the towers: fp32, bf16 or fp16. (default: fp32)")] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="Of several processes each keeps all parameters (none) or a part (full: FSDP2). (default: none)")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. (default: auto)")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the order of the data. (default: 42)")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that decode pictures. (default: 0)")] = None,

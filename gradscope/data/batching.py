@@ -97,7 +97,7 @@ class Batches:
 
     ``decode`` says how pictures are read: fast, exact or scaled (see ``gradscope.data.pixels``).
 
-    Of several ranks each decodes its consecutive part of every micro-batch; the order, the width and the steps are those of one process.
+    Of several ranks each decodes its consecutive part of every micro-batch; order, width and steps are those of one process.
     """
 
     records: Sequence[Record]
