@@ -22,6 +22,7 @@ from gradscope.data import data_sets
 from gradscope.data.caption_rows import SUFFIXES
 from gradscope.data.own_files import OwnFiles
 from gradscope.data.own_records import OwnRecords
+from gradscope.data.shard_names import names_shards
 from gradscope.data.source import open_data
 from gradscope.registry import unknown_name
 
@@ -66,7 +67,7 @@ def read_captions(
     path = Path(data).expanduser()
     if data in data_sets:
         return _registered(data, caption_key, {"folder": str(data_dir or ""), "caption": caption}, split)
-    if not path.exists() and path.suffix.lower() not in SUFFIXES and len(path.parts) == 1:
+    if not names_shards(data) and not path.exists() and path.suffix.lower() not in SUFFIXES and len(path.parts) == 1:
         formats = f"a caption file ({', '.join(SUFFIXES)}) or a folder"
         raise ValueError(unknown_name("data set", data, data_sets.names()) + f" Or give {formats}; there is none called '{data}'.")
     return _own(data, path, OwnFiles(path=data, caption_key=caption_key or "", encoding=encoding), split)
@@ -81,7 +82,7 @@ def _own(data: str, path: Path, files: OwnFiles, split: str) -> Captions:
             f"data set '{data}' has no split '{missing[0]}'; name one of {', '.join(parts)} with --split (or join two with +)."
         )
     found = [parts[part]() for part in chosen.split("+")]
-    content = path.read_bytes() if path.is_file() else None
+    content = path.read_bytes() if path.suffix.lower() in SUFFIXES and path.is_file() else None
     return _captions(path.stem if path.is_file() else path.absolute().name, str(path), found, chosen, content)
 
 

@@ -3,6 +3,7 @@
     photos.jsonl           a list of records: JSON, JSON lines, CSV, TSV, Parquet; splits are the values of a column "split", else "all"
     captions.txt           one caption a line, no pictures (enough for caption geometry)
     my/folder/             train, val, test .jsonl (or .json .csv .tsv .parquet): one is enough
+    my/folder/             tar files of samples; also a pattern of them or an address (see ``shards``)
     my/folder/             pictures with a .txt of the same stem beside each, at any depth; or train/, val/, test/ of such pairs
 The documented record is {"id", "image": path relative to the file's folder, "captions": [dense first, ...], "aux": {...},
 "segments": [{"caption", "box": [left, top, right, bottom]}]}; other names are guessed (see ``columns``) and shown in the notes.
@@ -21,6 +22,8 @@ from gradscope.data.caption_rows import RECORD_SUFFIXES, read_items
 from gradscope.data.columns import Item
 from gradscope.data.own_records import OwnRecords, OwnTable, read_table, usual_split
 from gradscope.data.picture_pairs import PICTURES, Pairs, find_pairs, pair_names
+from gradscope.data.shard_names import MANIFEST, names_shards
+from gradscope.data.shards import Shards
 from gradscope.data.source import DataSource
 from gradscope.types import Record
 
@@ -47,17 +50,22 @@ class OwnFiles:
 
     def open(self) -> DataSource:
         """Raises ValueError: nothing there, a layout that is not known or not clear, or a file that cannot be read."""
-        path = Path(self.path).expanduser()
-        parts = self.parts()
+        path, shards = Path(self.path).expanduser(), self._shards()
+        parts = self._plain_parts() if shards is None else shards.parts()
+        usual = next(iter(parts)) if len(parts) == 1 else "test"
         return DataSource(
             name=self.path,
-            folder=path if path.is_dir() else path.parent,
+            folder=shards.folder() if shards else path if path.is_dir() else path.parent,
             readers={split: partial(_records_and_notes, part) for split, part in parts.items()},
-            default_split=next(iter(parts)) if len(parts) == 1 else "test",
+            default_split=usual if shards is None else shards.default_split(),
         )
 
     def parts(self) -> Mapping[str, Callable[[], OwnRecords]]:
         """Split -> what reads it, with the counts that caption geometry reports."""
+        shards = self._shards()
+        return self._plain_parts() if shards is None else shards.parts()
+
+    def _plain_parts(self) -> Mapping[str, Callable[[], OwnRecords]]:
         path = Path(self.path).expanduser()
         if self.image_root and not Path(self.image_root).expanduser().is_dir():
             raise ValueError(f"--image-root '{self.image_root}' is no folder; name the folder that the pictures' paths count from.")
@@ -67,6 +75,23 @@ class OwnFiles:
             return self._folder(path)
         parent = path.absolute().parent
         raise ValueError(f"there is no file or folder '{self.path}'; {parent} {_holds(parent)}.")
+
+    def _shards(self) -> Shards | None:
+        """None where the path names no tar files. Raises ValueError if it names other data too."""
+        if not names_shards(self.path):
+            return None
+        folder = Path(self.path).expanduser()
+        if folder.is_dir() and not (folder / MANIFEST).is_file():
+            if _split_files(folder):  # archives, such as were fetched and unpacked beside the lists of their pictures
+                return None
+            if find_pairs(folder).pairs:
+                raise ValueError(
+                    f"'{self.path}' is two data sets: tar files, and pictures with a .txt beside them; name the tar files with a "
+                    "pattern (shards-{000..031}.tar), or move one of the two."
+                )
+        if self.image_root:
+            raise ValueError(f"'{self.path}' names tar files, whose pictures have no paths; leave out --image-root.")
+        return Shards(path=self.path, image_key=self.image_key, caption_key=self.caption_key, encoding=self.encoding)
 
     def _file(self, path: Path) -> Mapping[str, Callable[[], OwnRecords]]:
         items = self._items(path)

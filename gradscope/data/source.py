@@ -2,6 +2,7 @@
 
     open_data("docci")                   a registered name
     open_data("my/folder")               a folder or a file of your own (see ``gradscope.data.own_files``)
+    open_data("a/{000..031}.tar")        tar files of samples, here or at an address (see ``gradscope.data.shards``)
     open_data("dci", caption="short")    settings are the fields of the registered component
     source.read("test+qual_test")        splits joined with + are read one after the other
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.data import data_sets
+from gradscope.data.shard_names import names_shards
 from gradscope.registry import unknown_name
 from gradscope.types import Record
 
@@ -123,7 +125,7 @@ def open_data(name: str, **settings: Any) -> DataSource:
     Raises:
         ValueError: unknown name, a setting the data set does not take, or files that are not there (the message says how to get them).
     """
-    if name not in data_sets and Path(name).expanduser().exists():
+    if name not in data_sets and (names_shards(name) or Path(name).expanduser().exists()):
         from gradscope.data.own_files import OwnFiles
 
         component: Any = OwnFiles
