@@ -3,7 +3,7 @@
 Off the positives, with v the image rows, t the caption rows, r another encoder's rows of the captions and sg() no gradient:
     live               cosine + margin = v.t + gamma sg(t).sg(t)   = q.k,   q = v + gamma t,      k = t
     frozen, external   cosine + margin = v.t + gamma r.r           = q.k,   q = [v, gamma r],     k = [t, r]
-    fixed, centred     the constant c = +-gamma mean(G) on every negative is the same softmax as -c on the positives, so it costs nothing
+    fixed, centred     the constant c = +-gamma mean(G) on every negative is the same softmax as -c on the positives: it costs nothing
     mean(G)            (|sum of all t|^2 - sum over groups of |sum of the group's t|^2) / (N^2 - sum of n_group^2)
 So a margin needs no second product, and no [N, N] store.
 
@@ -32,7 +32,7 @@ _CHUNK = 1024
 class Cells:
     """The sides of the product q k^t whose cells are cosine + margin (less a constant) of the negatives; all detached.
 
-    ``groups`` int64 [N], or None: cells of rows of equal number are no negatives. The diagonal never is.
+    ``groups`` int64 [N], numbers from 0, or None: cells of rows of equal number are no negatives. The diagonal never is.
     """
 
     image: Tensor  # [N, D]
@@ -59,7 +59,8 @@ def make_cells(image: Tensor, text: Tensor, gamma: float, margin: str, margin_te
     if margin in ("frozen", "external") and gamma:
         assert margin_text is not None
         keys = torch.cat([text, margin_text.detach().to(text.dtype)], dim=1)
-    return Cells(image=image, text=text, keys=keys, gamma=0.0 if margin == "fixed" else gamma, groups=groups)
+    number = None if groups is None else group_numbers(groups)
+    return Cells(image=image, text=text, keys=keys, gamma=0.0 if margin == "fixed" else gamma, groups=number)
 
 
 def constant(text: Tensor, gamma: float, margin: str, groups: Tensor | None) -> Tensor:
@@ -115,6 +116,12 @@ def add_pairs(target: Tensor, rows: Tensor, weights: Tensor, source: Tensor, col
     """target[rows] += weights * source[columns], pair by pair and in place."""
     for k in _chunks(len(rows)):
         target.index_add_(0, rows[k], (weights[k, None] * source[columns[k]].double()).to(target.dtype))
+
+
+def log_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """logsumexp of values [K] by index: [count] float64; every index must occur."""
+    top = values.new_full((count,), -torch.inf).scatter_reduce(0, index, values, "amax")
+    return top + torch.zeros_like(top).index_add_(0, index, (values - top[index]).exp()).log()
 
 
 def _chunks(count: int) -> Iterator[slice]:

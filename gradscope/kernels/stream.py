@@ -15,8 +15,10 @@ products, not for infinitely precise rows. Gradients are of first order only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,12 +27,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gradscope.distributed import gathered, largest, rank, summed, world
-from gradscope.kernels.cells import SEVERAL, Cells, add_pairs, constant, make_cells, pair_cosines, positive_pairs
-from gradscope.kernels.strip import Weights, backward_strip, forward_strip
+from gradscope.kernels.backward import backward_strip
+from gradscope.kernels.cells import SEVERAL, Cells, add_pairs, constant, log_sums, make_cells, pair_cosines, positive_pairs
+from gradscope.kernels.forward import forward_strip
+from gradscope.kernels.strip import FORMS, Products, Sums, Weights
 from gradscope.objectives.margin import MARGINS
 from gradscope.types import Anchors
 
-BACKENDS = ("auto", "shared", "safe")
+BACKENDS = ("auto", *FORMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +45,35 @@ class Streamed:
     anchors: Anchors
     zero_cells: Tensor  # int64 []: negatives' cells of the logit gradient that are exactly 0; -1 until the backward has run
     how: str  # which kernel, in words
-    shared: Tensor  # [] share of the blocks whose one shared exp passed its check
+    shares: list[Tensor]  # [] of each pass that has run: share of the blocks whose one shared exp passed its check
 
     def shared_share(self) -> float:
-        """Share of the blocks that took the fast form; waits for the device."""
-        return float(self.shared)
+        """Mean of ``shares``; 0 for the safe form. Waits for the device."""
+        return float(torch.stack(self.shares).double().mean())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What is the same in both passes; every tensor detached."""
+    """What both passes need, every tensor detached, and where they leave what they read."""
 
     cells: Cells
     strip: slice
-    rows: Tensor  # [K] the positive cells
-    columns: Tensor  # [K]
+    pairs: tuple[Tensor, Tensor]  # (rows, columns) of the positive cells, [K] each
     constant: Tensor  # [] float64
     top: int
-    form: str
-    read: dict[str, Any]  # filled by the forward pass
+    kernel: _Kernel
     zero_cells: Tensor
+    anchors: list[Anchors] = field(default_factory=list)
+    shares: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """The two passes over a strip."""
+
+    forward: Callable[..., Sums]
+    backward: Callable[..., Products]
+    words: str
 
 
 def stream(
@@ -83,123 +96,165 @@ def stream(
 
     Args:
         image, text: unit rows [N, D], fp32 or float64.
-        scale: [] the multiplier after exp.
+        scale: [] the multiplier after exp, above 0.
         gamma, margin, margin_text: as in ``objectives.margin``; margin_text [N, D0] is needed by "frozen" and "external".
         groups: int64 [N], captions of the same record or text have the same number; None: all differ.
         several: what captions of one group are to each other: "exclude" (no negatives) or "positives".
-        top: K > 0 also reads which share of an image's residual lies on its 1 ... K hardest captions.
-        backend: "auto", "shared" (one exp per cell where a check allows it) or "safe" (two).
+        top: K > 0 also reads which share of an image's residual lies on its 1 ... K hardest captions (that direction only: by column
+            it would cost as much again).
+        backend: "auto"; on torch "shared" (one exp per cell where a check allows it) or "safe" (two).
+
+    Raises:
+        ValueError: an unknown word, shapes or dtypes that do not fit, a margin without its rows.
     """
-    _check(image, text, gamma, margin, margin_text, groups, several, backend)
+    _check(
+        image, text, margin_text, groups, {"margin": (margin, MARGINS), "several": (several, SEVERAL), "backend": (backend, BACKENDS)}
+    )
+    if margin in ("frozen", "external") and gamma and margin_text is None:
+        raise ValueError(f"the {margin} margin needs margin_text, one row for each of the {len(text)} captions")
     count = len(image) // world()
-    rows, columns = positive_pairs(len(image), groups if several == "positives" else None, image.device)
+    cells = make_cells(image, text, gamma, margin, margin_text, groups)
     plan = _Plan(
-        cells=make_cells(image, text, gamma, margin, margin_text, groups),
+        cells=cells,
         strip=slice(rank() * count, (rank() + 1) * count),
-        rows=rows,
-        columns=columns,
-        constant=constant(text, gamma, margin, groups),
+        pairs=positive_pairs(len(image), cells.groups if several == "positives" else None, image.device),
+        constant=constant(text, gamma, margin, cells.groups),
         top=top,
-        form="safe" if backend == "safe" else "shared",
-        read={},
+        kernel=_kernel(cells, backend),
         zero_cells=torch.full((), -1, dtype=torch.int64, device=image.device),
     )
     loss = _Stream.apply(image, text, scale, plan)
-    how = "torch blocks, " + ("two exp per cell" if plan.form == "safe" else "one exp per cell where its check passes")
-    return Streamed(loss=loss, anchors=plan.read["anchors"], zero_cells=plan.zero_cells, how=how, shared=plan.read["shared"])
+    return Streamed(loss=loss, anchors=plan.anchors[0], zero_cells=plan.zero_cells, how=plan.kernel.words, shares=plan.shares)
+
+
+def _kernel(cells: Cells, backend: str) -> _Kernel:
+    """Triton on a CUDA device that has it; else torch, which shares an exp only where the host may look at the logs (on the CPU)."""
+    cuda = cells.image.device.type == "cuda"
+    if cuda and backend == "auto" and cells.image.dtype == torch.float32 and find_spec("triton") is not None:
+        from gradscope.kernels import triton_strip
+
+        return _Kernel(forward=triton_strip.forward_strip, backward=triton_strip.backward_strip, words=triton_strip.words())
+    form = "safe" if backend == "safe" or (cuda and backend == "auto") else "shared"
+    how = "two exp per cell" if form == "safe" else "one exp per cell where its check passes"
+    return _Kernel(forward=partial(forward_strip, form=form), backward=partial(backward_strip, form=form), words=f"torch blocks, {how}")
 
 
 def _check(
-    image: Tensor,
-    text: Tensor,
-    gamma: float,
-    margin: str,
-    margin_text: Tensor | None,
-    groups: Tensor | None,
-    several: str,
-    backend: str,
+    image: Tensor, text: Tensor, margin_text: Tensor | None, groups: Tensor | None, words: Mapping[str, tuple[str, Sequence[str]]]
 ) -> None:
-    for name, value, allowed in (("margin", margin, MARGINS), ("several", several, SEVERAL), ("backend", backend, BACKENDS)):
+    for name, (value, allowed) in words.items():
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is unknown; give one of {', '.join(allowed)}")
     if image.shape != text.shape or image.dtype != text.dtype or image.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"image rows are {tuple(image.shape)} {image.dtype} and text rows {tuple(text.shape)} {text.dtype}; give both the same shape, "
+            f"image rows are {tuple(image.shape)} {image.dtype} and text rows {tuple(text.shape)} {text.dtype}; give both one shape, "
             "in float32 or float64"
         )
-    if len(image) % world():
-        raise ValueError(f"{len(image)} rows do not divide among {world()} processes; give a multiple")
-    if margin in ("frozen", "external") and gamma and (margin_text is None or len(margin_text) != len(text)):
-        raise ValueError(f"the {margin} margin needs margin_text, one row for each of the {len(text)} captions")
-    if groups is not None and groups.shape != image.shape[:1]:
-        raise ValueError(f"groups has shape {tuple(groups.shape)}; give one number for each of the {len(image)} rows")
+    if len(image) == 0 or len(image) % world():
+        raise ValueError(f"{len(image)} rows do not divide among {world()} processes; give a multiple, at least one row each")
+    for name, rows in (("margin_text", margin_text), ("groups", groups)):
+        if rows is not None and len(rows) != len(image):
+            raise ValueError(f"{name} has {len(rows)} rows; give one for each of the {len(image)} pairs")
 
 
 class _Stream(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, plan: _Plan) -> Tensor:
         with torch.autocast(image.device.type, enabled=False):
-            s = scale.detach().double()
-            found = forward_strip(plan.cells, scale.detach(), plan.strip, top=plan.top, form=plan.form)
-            cosines = pair_cosines(plan.cells.image, plan.cells.text, (plan.rows, plan.columns))
-            logits = s * (cosines - plan.constant)  # of the positives; the constant is taken off them instead of put on the negatives
-            positives = [_log_sums(logits, index, len(image)) for index in (plan.rows, plan.columns)]
-            odds = [gathered(found.rows) - positives[0], _log_sum_over_ranks(found.columns) - positives[1]]
-            ctx.save_for_backward(scale, logits, cosines, *positives, *odds)
-            ctx.plan = plan
-            plan.read.update(anchors=_anchors(plan, found, cosines, odds), shared=found.shared)
-            both = torch.stack([F.softplus(x, threshold=700.0) for x in odds])
-            return both.mean(dim=0).to(image.dtype)
+            found = plan.kernel.forward(plan.cells, scale.detach(), plan.strip, top=plan.top)
+        cosines = pair_cosines(plan.cells.image, plan.cells.text, plan.pairs) - plan.constant  # off them instead of on every negative
+        logits = scale.detach().double() * cosines
+        sums = [log_sums(logits, index, len(image)) for index in plan.pairs]
+        odds = [gathered(found.rows) - sums[0], _log_sum_over_ranks(found.columns) - sums[1]]
+        ctx.save_for_backward(scale, logits, cosines, *sums, *odds)
+        ctx.plan = plan
+        plan.anchors.append(_anchors(plan, found, cosines, odds))
+        if found.shared is not None:
+            plan.shares.append(found.shared)
+        return torch.stack([_softplus(x) for x in odds]).mean(dim=0).to(image.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor | None]:  # type: ignore[override]
         plan: _Plan = ctx.plan
-        scale, logits, cosines, row_sum, column_sum, *odds = ctx.saved_tensors
+        scale, logits, cosines, *logs = ctx.saved_tensors
         g = grad.double() / 2
-        rows, columns, strip = plan.rows, plan.columns, plan.strip
-        logs = [positive + F.softplus(x, threshold=700.0) for positive, x in zip((row_sum, column_sum), odds, strict=True)]
-        weights = Weights(row_logs=logs[0][strip], column_logs=logs[1], rows=g[strip], columns=g)
+        image, text, along = ctx.needs_input_grad[:3]
         with torch.autocast(grad.device.type, enabled=False):
-            found = backward_strip(plan.cells, scale, strip, weights, form=plan.form)
+            found = plan.kernel.backward(
+                plan.cells, scale, plan.strip, _weights(g, logs, plan.strip), rows=image or along, columns=text
+            )
         plan.zero_cells.copy_(summed(found.zeros))
-        residuals = [torch.exp(F.logsigmoid(x)) for x in odds]
-        pull = (
-            -(g * residuals[0])[rows] * (logits - row_sum[rows]).exp()
-            - (g * residuals[1])[columns] * (logits - column_sum[columns]).exp()
+        if found.shared is not None:
+            plan.shares.append(found.shared)
+        pull = _pull(g, logits, logs, plan)
+        return (
+            _image_grad(found, pull, scale, plan) if image else None,
+            _text_grad(found, pull, scale, plan) if text else None,
+            summed(found.along + (pull * cosines).sum()).to(scale.dtype) if along else None,
+            None,
         )
-        mine = (rows >= strip.start) & (rows < strip.stop)
-        pull = pull * mine
-        d_image = torch.zeros_like(plan.cells.image)
-        d_image[strip] = found.rows
-        d_text = found.columns
-        add_pairs(d_image, rows, pull, plan.cells.text, columns)
-        add_pairs(d_text, columns, pull, plan.cells.image, rows)
-        d_scale = found.along + (pull * (cosines - plan.constant)).sum()
-        s = scale.to(d_image.dtype)
-        return d_image * s, summed(d_text) * s, summed(d_scale).to(scale.dtype), None
 
 
-def _log_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """logsumexp of values [K] by index: [count] float64."""
-    top = values.new_full((count,), -torch.inf).scatter_reduce(0, index, values, "amax")
-    return top + torch.zeros_like(top).index_add_(0, index, (values - top[index]).exp()).log()
+def _weights(g: Tensor, logs: Sequence[Tensor], strip: slice) -> Weights:
+    """The backward's weights from an upstream g [N] and the saved (row sums, column sums, row odds, column odds)."""
+    rows, columns, row_odds, column_odds = logs
+    return Weights(row_logs=(rows + _softplus(row_odds))[strip], column_logs=columns + _softplus(column_odds), rows=g[strip], columns=g)
+
+
+def _pull(g: Tensor, logits: Tensor, logs: Sequence[Tensor], plan: _Plan) -> Tensor:
+    """The logit gradient on the positive cells of this strip, 0 on the others: [K] float64; from residuals, so nothing cancels."""
+    total = torch.zeros_like(logits)
+    for index, log_sum, odds in zip(plan.pairs, logs[:2], logs[2:], strict=True):
+        residual = torch.exp(F.logsigmoid(odds))
+        total -= (g * residual)[index] * (logits - log_sum[index]).exp()
+    return total * ((plan.pairs[0] >= plan.strip.start) & (plan.pairs[0] < plan.strip.stop))
+
+
+def _image_grad(found: Products, pull: Tensor, scale: Tensor, plan: _Plan) -> Tensor:
+    assert found.rows is not None
+    grad = found.rows
+    if len(grad) < len(plan.cells):
+        grad = torch.zeros_like(plan.cells.image)
+        grad[plan.strip] = found.rows
+    add_pairs(grad, plan.pairs[0], pull, plan.cells.text, plan.pairs[1])
+    return grad.mul_(scale)
+
+
+def _text_grad(found: Products, pull: Tensor, scale: Tensor, plan: _Plan) -> Tensor:
+    assert found.columns is not None
+    add_pairs(found.columns, plan.pairs[1], pull, plan.cells.image, plan.pairs[0])
+    return summed(found.columns).mul_(scale)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return F.softplus(x, threshold=700.0)
 
 
 def _log_sum_over_ranks(logs: Tensor) -> Tensor:
+    """log of the sum over ranks of exp(logs)."""
     if world() == 1:
         return logs
-    top = largest(logs)
-    safe = top.masked_fill(top == -torch.inf, 0.0)
-    return safe + summed((logs - safe).exp()).log()
+    top = largest(logs).clamp_min(-1e30)
+    return top + summed((logs - top).exp()).log()
 
 
-def _anchors(plan: _Plan, found: Any, cosines: Tensor, odds: list[Tensor]) -> Anchors:
-    own = plan.rows == plan.columns
-    positive = torch.empty_like(odds[0])
-    positive[plan.rows[own]] = cosines[own]
-    hardest = {"i2t": gathered(found.hardest_rows) + plan.constant, "t2i": largest(found.hardest_columns) + plan.constant}
-    share = {}
-    if found.top is not None:
-        share["i2t"] = gathered((found.top - found.rows[:, None]).exp()).cumsum(1).mean(0).clamp(max=1.0)
-    return Anchors(positive=positive, log_odds={"i2t": odds[0], "t2i": odds[1]}, hardest=hardest, top_share=share)
+def _anchors(plan: _Plan, found: Sums, cosines: Tensor, odds: Sequence[Tensor]) -> Anchors:
+    """What the dense readings would have formed from cells; ``cosines`` are the positives' less the constant."""
+    own = plan.pairs[0] == plan.pairs[1]
+    hardest = {"i2t": gathered(found.hardest_rows), "t2i": largest(found.hardest_columns)}
+    # A largest number over ranks may lose a nan; the sums do not.
+    hardest = {
+        name: (value + plan.constant).masked_fill(x.isnan(), torch.nan) for (name, value), x in zip(hardest.items(), odds, strict=True)
+    }
+    share = {} if found.top is None else {"i2t": _top_share(found.top, found.rows, plan.top)}
+    return Anchors(
+        positive=cosines[own] + plan.constant, log_odds=dict(zip(("i2t", "t2i"), odds, strict=True)), hardest=hardest, top_share=share
+    )
+
+
+def _top_share(top: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Mean over all anchors of the share of 1 ... ``count`` negatives; nan where an anchor has none."""
+    shares = (top - rows[:, None]).exp().cumsum(dim=1).clamp(max=1.0)
+    shares = torch.cat([shares, shares[:, -1:].expand(-1, count - shares.shape[1])], dim=1)
+    return summed(shares.sum(dim=0)) / (len(shares) * world())

@@ -1,16 +1,16 @@
-"""A strip of rows against all columns: the two passes that every kernel (torch here, Triton elsewhere) answers in the same way.
+"""A strip of rows against all columns: the two passes that every kernel answers in the same way (torch here, Triton on a GPU).
 
 X = scale * q k^t, the logits of the negatives less a constant (``cells``); positive cells are -inf.
-    forward     the log of the sum of exp(X) by row and by column of the strip, and the largest q.k
-    backward    A = w_i exp(X_ij - R_i) + u_j exp(X_ij - C_j), never stored; A k by row, A^t v by column (v, not q: the margin
-                has no gradient), and how many negatives' cells of A are exactly 0 in fp32
+    forward_strip    the log of the sum of exp(X) by row and by column of the strip, and the largest q.k
+    backward_strip   A_ij = w_i exp(X_ij - R_i) + u_j exp(X_ij - C_j), never stored: A t by row, A^t v by column (v, not q: the margin
+                     has no gradient), <A, q k^t>, and how many negatives' cells of A are exactly 0 in fp32
 
-One process has one strip: all rows. Under torch.distributed each rank has its own; column sums are then partial sums over its rows.
+One process has one strip: all rows. Under torch.distributed each rank has its own; what is by column is then a partial sum.
+All logs here are natural. How it can mislead: nothing here knows the positives; ``stream`` adds their part.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gradscope.kernels.cells import Cells
 
-BLOCK = 1024
+#: "shared": one exp per cell serves both directions wherever a check allows it; "safe": each direction has its own.
+FORMS = ("shared", "safe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,59 +46,18 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """Of a strip of n rows, not multiplied by the scale."""
+    """Of a strip of n rows, not multiplied by the scale; None where it was not wanted."""
 
     rows: Tensor | None  # [n, D] A t: the first D columns of A k
     columns: Tensor | None  # [N, D] A^t v, the sum over the strip's rows
-    along: Tensor | None  # [] float64, <A, q k^t> over the strip: formed as <A k, q>
+    along: Tensor | None  # [] float64, <A, q k^t> over the strip, formed as <A k, q>; comes with ``rows``
     zeros: Tensor  # int64 [] negatives' cells of A that are exactly 0
+    shared: Tensor | None = None  # [] as in ``Sums``
 
 
-def forward_strip(cells: Cells, scale: Tensor, strip: slice, *, top: int = 0, form: str = "shared") -> Sums:
-    """``form``: "shared" (one exp per cell, where a check allows it) or "safe" (two)."""
-    n = len(cells)
-    rows, hard_r = [], []
-    columns = cells.image.new_full((n,), -math.inf, dtype=torch.float64)
-    hard_c = cells.image.new_full((n,), -math.inf)
-    best = []
-    for i in range(strip.start, strip.stop, BLOCK):
-        block = slice(i, min(i + BLOCK, strip.stop))
-        x = (scale.to(cells.image.dtype) * cells.queries(block)) @ cells.keys.T
-        x = _masked(x, cells, block)
-        rows.append(torch.logsumexp(x.double(), 1))
-        columns = torch.logaddexp(columns, torch.logsumexp(x.double(), 0))
-        hard_r.append(x.amax(1))
-        hard_c = torch.maximum(hard_c, x.amax(0))
-        best.append(x.topk(min(top, n), dim=1).values)
-    s = scale.double()
-    return Sums(
-        rows=torch.cat(rows), columns=columns, hardest_rows=torch.cat(hard_r).double() / s, hardest_columns=hard_c.double() / s,
-        top=torch.cat(best).double() if top else None, shared=torch.ones((), device=x.device),
-    )  # fmt: skip
-
-
-def backward_strip(
-    cells: Cells, scale: Tensor, strip: slice, weights: Weights, *, form: str = "shared", rows: bool = True, columns: bool = True
-) -> Products:
-    """``rows``, ``columns``: which of the two products are wanted."""
-    down = torch.zeros_like(cells.image)
-    zeros = torch.zeros((), dtype=torch.int64, device=down.device)
-    across = []
-    for i in range(strip.start, strip.stop, BLOCK):
-        block = slice(i, min(i + BLOCK, strip.stop))
-        own = slice(block.start - strip.start, block.stop - strip.start)
-        x = _masked((scale.to(cells.image.dtype) * cells.queries(block)) @ cells.keys.T, cells, block)
-        a = weights.rows[own, None] * (x - weights.row_logs[own, None]).exp() + weights.columns * (x - weights.column_logs).exp()
-        a = a.to(down.dtype)
-        zeros += ((a == 0) & (x > -math.inf)).sum()
-        across.append(a @ cells.keys)
-        down.addmm_(a.T, cells.image[block])
-    product = torch.cat(across)
-    along = (product.double() * cells.queries(strip)).sum()
-    return Products(rows=product[:, : cells.image.shape[1]], columns=down, along=along, zeros=zeros)
-
-
-def _masked(x: Tensor, cells: Cells, block: slice) -> Tensor:
-    index = torch.arange(len(cells), device=x.device)
-    number = index if cells.groups is None else cells.groups
-    return x.masked_fill(number[block, None] == number, -math.inf)
+def masked_cells(cells: Cells, strip: slice) -> Tensor:
+    """How many cells of the strip are no negatives: int64 []."""
+    if cells.groups is None:
+        return torch.full((), strip.stop - strip.start, dtype=torch.int64, device=cells.image.device)
+    sizes = torch.zeros_like(cells.groups).index_add_(0, cells.groups, torch.ones_like(cells.groups))
+    return sizes[cells.groups[strip]].sum()
