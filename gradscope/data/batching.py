@@ -159,7 +159,7 @@ class Batches:
         stream = decoded(pixels, plan, workers=self.workers, pin=self.encoder.device.type == "cuda")
         step: list[Batch] = []
         for micro, images in zip(plan, stream, strict=True):
-            step.append(self._batch(micro, {"full": images.to(self.encoder.device, non_blocking=True)}))
+            step.append(self._batch(micro, images))
             if len(step) == self.accumulate:
                 yield step
                 step = []
@@ -176,17 +176,18 @@ class Batches:
         planned = self.indices(step)
         if wide:
             planned = [[i for rank in range(self.ranks) for micro in planned for i in self._share(micro, rank)]]
-        return [self._batch(micro, {}) for micro in planned]
+        return [self._batch(micro, None) for micro in planned]
 
     def _share(self, micro: list[int], rank: int) -> list[int]:
         each = self.batch_size // self.ranks
         return micro[rank * each : (rank + 1) * each]
 
-    def _batch(self, micro: list[int], images: dict[str, Tensor]) -> Batch:
+    def _batch(self, micro: list[int], images: Tensor | None) -> Batch:
+        device = self.encoder.device
         return Batch(
             ids=tuple(self.records[i].id for i in micro),
-            images=images,
-            texts={"full": self.tokenized.ids[micro].to(self.encoder.device, non_blocking=True)},
+            images={} if images is None else {"full": images.to(device, non_blocking=True)},
+            texts={"full": self.tokenized.ids[micro].to(device, non_blocking=True)},
             lengths=self.tokenized.lengths[micro],
             captions=tuple(self.records[i].captions[0] for i in micro),
         )
