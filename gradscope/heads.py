@@ -107,14 +107,14 @@ class Heads:
         """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
         with torch.enable_grad():
             image, text, scale = (leaf(t) for t in (embeddings.image, embeddings.text, embeddings.scale))
-            leaves, rows = [image, text, scale], (self._unit(image), self._unit(text))
+            leaves, rows = (image, text, scale), (self._unit(image), self._unit(text))
             objective = self.objectives[name]
             if self.streams(len(text), text.device):
                 streamed = objective.streamed(*rows, scale, observed.margin_text, observed.groups, top=self.top)
                 loss = streamed.loss.mean()
                 mean = objective.margin_mean(rows[1].detach(), observed.margin_text, observed.groups)
-                *rows, by_scale = torch.autograd.grad(loss, leaves)
-                return _watched(loss, None, [*map(completed, rows), by_scale], streamed.anchors, mean)
+                *by_rows, by_scale = torch.autograd.grad(loss, leaves)
+                return _watched(loss, None, [*map(completed, by_rows), by_scale], streamed.anchors, mean)
             scores = objective.scores(*rows, scale, observed.margin_text, observed.excluded)
             loss = directed_loss(scores, self.directions, self.loss_form).mean()
             logit_grad, *gradients = torch.autograd.grad(loss, [scores.logits, *leaves])
@@ -200,10 +200,7 @@ class Heads:
     def _unit(self, rows: Tensor) -> Tensor:
         return F.normalize(rows, dim=1) if self.normalise else rows
 
-
-    def of_training(
-        self, term: Term, text: Tensor, observed: Observed, kept: Mapping[str, Tensor], unscale: Tensor | float
-    ) -> Watched:
+    def of_training(self, term: Term, text: Tensor, observed: Observed, kept: Mapping[str, Tensor], unscale: Tensor | float) -> Watched:
         """The trained objective from what its own backward passed by; ``text`` [N, D] are its caption rows."""
         loss = total_loss([term])
         gradients = [kept[name] * unscale for name in ROWS]

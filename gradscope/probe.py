@@ -330,6 +330,7 @@ class Probe:
             self._normalise = not (found.unit_rows(seen.image) and found.unit_rows(seen.text))
         self.reader.heads.normalise = self._normalise
         self._log.precision = self.precision or NAMES.get(self._source.dtype or seen.image.dtype, "fp32")
+        self.reader.heads.by_rank = not self._gathers()
         self.reader.heads.half = self._log.precision == "fp16"
         embeddings = Embeddings(image=seen.image, text=seen.text, scale=scale.squeeze().to(seen.text.device))
         ids = seen.token_ids if seen.token_ids is not None else self._source.token_ids

@@ -345,7 +345,9 @@ class StepReader:
         try:
             with self._timed("second backward"):
                 if not (embeddings.image.requires_grad or embeddings.text.requires_grad):
-                    raise RuntimeError("the replayed embeddings have no graph, so their part of the gradient over the parameters is lost")
+                    raise RuntimeError(
+                        "the replayed embeddings have no graph, so their part of the gradient over the parameters is lost"
+                    )
                 for name, total in self._replayed.items():
                     towers = self._own_rows(self._opened.known[name])
                     grads = self.heads.through_towers(embeddings, towers, self.parameters, rows, replayed=False)

@@ -358,9 +358,7 @@ def _ranks_words(recipe: Recipe) -> list[str]:
     return lines
 
 
-def _open_log(
-    stack: ExitStack, recipe: Recipe, output: Path, resume: bool, facts: dict[str, Any]
-) -> tuple[RunLog | SilentLog, int]:
+def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, facts: dict[str, Any]) -> tuple[RunLog | SilentLog, int]:
     """The log, and the step to start with. The first rank opens it and says where it stands."""
     if rank():
         return SilentLog(output), shared(None)

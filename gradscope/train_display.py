@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.live import Live
 from rich.progress import TextColumn
 
 from gradscope.console import bar, console
 from gradscope.data.batching import Batches
 from gradscope.following import Following
+from gradscope.kernels.choice import kernel_for, kernel_words
 from gradscope.probe_cost import expected_cost
 from gradscope.recipe import Recipe
 from gradscope.watch import Panel
@@ -34,6 +36,7 @@ def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, 
         f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}\n"
         f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
         f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
+        f"{loss_words(recipe, batches.encoder.device)}\n"
         f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch; "
         f"peak rate {settings.lr:g} after {settings.warmup} steps of warm-up, then a cosine\n"
         f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens "
@@ -42,6 +45,18 @@ def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, 
         f"{duplicates_words(facts['repeated_token_ids'], objective.duplicates)}\n"
         f"{probe_words(recipe)}"
     )
+
+
+def loss_words(recipe: Recipe, device: torch.device) -> str:
+    """Whether the loss holds the cells of its softmax, and why; what that means where it does not."""
+    width, objective = recipe.width, recipe.objective
+    words = f"loss {kernel_words(width, objective.kernel, device)}"
+    if kernel_for(width, objective.kernel, device) == "dense":
+        return f"{words}; {objective.loss_form} form"
+    words += "; value and gradient in the residual form, no reading of single cells"
+    if objective.token_weight > 0:
+        words += f"; the token term keeps its scores, {2 * width * width * 4 / 2**20:.0f} MB and as much again for each use"
+    return words
 
 
 def duplicates_words(captions: int, duplicates: str) -> str:

@@ -107,23 +107,31 @@ class Anchors:
     """The softmaxes of one batch, one per anchor and direction ("i2t", "t2i"), each reduced over its negatives: all [N] float64.
 
     From the log odds x follow the residual sigmoid(x), the true loss softplus(x) and what is saturated, at any width and without the
-    [N, N] cells. ``hardest`` is the largest cosine + margin among an anchor's negatives, -inf where it has none.
+    [N, N] cells. ``hardest`` is the largest cosine + margin among an anchor's negatives, -inf where it has none. The last two say how
+    the residual is spread over the negatives; what was not asked for, or cannot be had without the cells, is not in them.
     """
 
     positive: Tensor  # [N] cosine of the positive pair
     log_odds: Mapping[str, Tensor]  # log(probability of all negatives / probability of the positive)
     hardest: Mapping[str, Tensor]
     top_share: Mapping[str, Tensor] = field(default_factory=dict)  # [K]: share of an anchor's residual on its 1 ... K hardest, mean
+    effective: Mapping[str, Tensor] = field(default_factory=dict)  # exp(entropy) of the negatives' shares: 1 ... width - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One weighted part of the total loss. ``loss`` is per anchor; it is averaged once, when the total is formed."""
+    """One weighted part of the total loss. ``loss`` is per anchor; it is averaged once, when the total is formed.
+
+    A softmax that was streamed has no cells: its ``scores`` are None and it has ``anchors`` instead. ``groups``: there, captions of
+    equal number are no negatives of each other; None where all are.
+    """
 
     name: str
     weight: float
     loss: Tensor  # [N]
     scores: Scores | None
+    anchors: Anchors | None = None
+    groups: Tensor | None = None  # int64 [N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,19 +157,24 @@ class Head:
 
     Gradients are those of ``loss`` itself: not divided by the number of micro-batches, and divided by the loss scale where
     mixed precision multiplied it. ``param_grads`` follows ``Step.parameters``; None where a parameter was not reached.
+
+    At wide widths the softmax is streamed and its cells never exist: then ``scores`` and ``logit_grad`` are None and
+    ``direction_grads`` is empty, and ``anchors`` is what is known of it. ``direction_grads`` is empty too where no quantity needs it.
     """
 
     name: str  # "infonce" or "hn"
     gamma: float
     trained: bool
-    scores: Scores
+    scores: Scores | None
+    anchors: Anchors
     loss: Tensor  # [] fp32, batch mean over anchors and directions, as training computes it
-    logit_grad: Tensor  # [N, N]
+    logit_grad: Tensor | None  # [N, N]
     direction_grads: Mapping[str, Tensor]  # "i2t"/"t2i" -> [N, N], anchors in rows: that direction's part of the logit gradient
     image_grad: Tensor  # [N, D]
     text_grad: Tensor  # [N, D]
     param_grads: Sequence[Tensor | None] | None  # None: not measured (the probe's price tier leaves it out)
     param_factor: Tensor | float = 1.0  # what ``param_grads`` must still be multiplied by, so that ``.grad`` need not be copied
+    margin_mean: Tensor | None = None  # [] of its margin over the negatives, where no cells are there to take it from
     directions: tuple[str, ...] = DIRECTIONS  # those that the loss averages over; text encoders often train one
 
 
@@ -199,5 +212,6 @@ class Step:
     sharded: bool = False  # sums over ``accumulated`` must be added over ranks
     micro_losses: Tensor | None = None  # [micro-batches]
     before: Sequence[Tensor] | None = None
+    groups: Tensor | None = None  # int64 [N]; of a streamed softmax: equal numbers are no negatives of each other
     frozen_entries: int = 0  # entries of parameters that do not train, and so are not in ``parameters``
     memo: dict[Any, Any] = field(default_factory=dict)  # what several quantities share: ``metrics.gradients.statistics``

@@ -19,6 +19,7 @@ from gradscope.cli import app
 from gradscope.embeddings_file import save_embeddings
 from gradscope.evaluate import Embedded
 from gradscope.metrics import embedding_geometry as measure
+from gradscope.metrics.softmax import dense_anchors
 from gradscope.metrics.gallery_geometry import embedding_geometry
 from gradscope.protocol import Protocol
 from gradscope.quantities import quantities
@@ -194,10 +195,11 @@ def test_nan_stays_nan_and_drift_needs_a_start() -> None:
     step, _ = measured(Toy(), toy_batch(6, 1), "hn")
     text = step.embeddings.text.clone()
     text[2, 0] = math.nan
-    heads = {
-        name: replace(head, scores=replace(head.scores, cosine=step.embeddings.image @ text.T, logits=step.embeddings.image @ text.T))
-        for name, head in step.heads.items()
-    }
+    heads = {}
+    for name, head in step.heads.items():
+        assert head.scores is not None
+        scores = replace(head.scores, cosine=step.embeddings.image @ text.T, logits=step.embeddings.image @ text.T)
+        heads[name] = replace(head, scores=scores, anchors=dense_anchors(scores))
     values = seen(replace(step, embeddings=replace(step.embeddings, text=text), heads=heads, initial_text=None))
     assert not any(key in ("order_kept", "nearest_kept") for _, key in values)
     finite = {key for (_, key), value in values.items() if np.isfinite(value).all()}

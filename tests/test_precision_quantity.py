@@ -50,7 +50,7 @@ def test_against_autograd_in_float64(size: int, scale: float) -> None:
         ours = torch.cat([head.image_grad.flatten(), head.text_grad.flatten()]).double()
         b = torch.cat([g.flatten() for g in exact])
         assert found[term, "gradient_error"] == pytest.approx(float((ours - b).norm() / b.norm()), abs=2e-6)
-        assert found[term, "gradient_cosine"] == pytest.approx(float(ours @ b / (ours.norm() * b.norm())), abs=1e-9)
+        assert found[term, "gradient_cosine"] == pytest.approx(float(ours @ b / (ours.norm() * b.norm())), abs=1e-7)
         logits = head.scores.logits.double()
         for name, dtype in (("moved_bf16", torch.bfloat16), ("moved_fp16", torch.float16)):
             off = [abs(float(x.to(dtype).double()) - float(x)) for x in logits.flatten()]

@@ -4,6 +4,9 @@ L = L_global + token_weight * L_token        L_global: "infonce" or "hn" in plai
 
 ``duplicates="exclude"``: captions of identical token ids (cut at the context, in the tokenizer's spelling: what the encoder sees) are
 no negatives of each other, in either term and direction. They are told by their ids, not by their strings or their images.
+``kernel``: above a width the loss is streamed, without an [N, N] store (``gradscope.kernels``). Value and gradient are then in the
+residual form, whatever ``loss_form`` says, the term has anchors in the place of scores, and duplicates are told by groups. The token
+term's scores stay two [N, N] matrices at any width, and so does their mask.
 How it can mislead: an anchor with fewer negatives has a lower loss; compare losses of both settings with care.
 """
 
@@ -16,7 +19,8 @@ import torch
 from torch import Tensor
 
 from gradscope.frameworks import frameworks
-from gradscope.metrics.duplicates import identical_rows
+from gradscope.kernels.choice import kernel_for
+from gradscope.metrics.duplicates import identical_groups, identical_rows
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.scores import symmetric_loss
@@ -33,6 +37,7 @@ class Clip:
     loss_form: str = "plain"
     token_weight: float = 0.0
     duplicates: str = "keep"
+    kernel: str = "auto"
 
     @property
     def needs_tokens(self) -> bool:
@@ -48,11 +53,29 @@ class Clip:
         assert token_ids is not None
         return identical_rows(token_ids)
 
-    def __call__(self, embeddings: Embeddings, margin_text: Tensor | None = None, token_ids: Tensor | None = None) -> tuple[Term, ...]:
-        """Embeddings of one batch -> weighted terms, the global one first. ``token_ids`` [N, L] tell duplicates to be excluded."""
-        excluded = self.excluded(token_ids)
-        scores = self.objective.scores(embeddings.image, embeddings.text, embeddings.scale, margin_text, excluded)
-        terms = [self.global_term(scores)]
+    def streamed_term(self, embeddings: Embeddings, margin_text: Tensor | None, token_ids: Tensor | None, top: int) -> Term:
+        """The global term without cells; ``top``: of how many hardest negatives the share is read."""
+        groups = None
+        if self.duplicates == "exclude":
+            assert token_ids is not None
+            groups = identical_groups(token_ids)
+        found = self.objective.streamed(embeddings.image, embeddings.text, embeddings.scale, margin_text, groups, top)
+        return Term(name=self.objective.name, weight=1.0, loss=found.loss, scores=None, anchors=found.anchors, groups=groups)
+
+    def __call__(
+        self, embeddings: Embeddings, margin_text: Tensor | None = None, token_ids: Tensor | None = None, *, top: int = 0
+    ) -> tuple[Term, ...]:
+        """Embeddings of one batch -> weighted terms, the global one first. ``token_ids`` [N, L] tell duplicates to be excluded.
+
+        ``top``: where the softmax is streamed, also read the share of an anchor's so many hardest negatives.
+        """
+        streams = kernel_for(len(embeddings.text), self.kernel, embeddings.text.device) == "streaming"
+        excluded = None if streams and not self.needs_tokens else self.excluded(token_ids)
+        if streams:
+            terms = [self.streamed_term(embeddings, margin_text, token_ids, top)]
+        else:
+            scores = self.objective.scores(embeddings.image, embeddings.text, embeddings.scale, margin_text, excluded)
+            terms = [self.global_term(scores)]
         if self.needs_tokens:
             assert embeddings.image_tokens is not None
             assert embeddings.text_tokens is not None

@@ -16,7 +16,7 @@ def waits_for_nothing(tensor: Tensor) -> bool:
 
 
 def counts_of(places: Tensor, size: int) -> Tensor:
-    """How often each of 0 ... size - 1 occurs in ``places`` (int32 [n], all in that range), int64 [size]."""
+    """How often each of 0 ... size - 1 occurs in ``places`` (uint8 or int32 [n], all in that range), int64 [size]."""
     if waits_for_nothing(places):
         return torch.bincount(places, minlength=size)
     counts = torch.zeros(size, dtype=torch.int64, device=places.device)

@@ -1,5 +1,6 @@
 """Captions that repeat each other, and negatives that look like positives.
 
+    identical_groups  [N]     equal numbers for captions of the same token ids, at any width
     identical_rows    [N, N]  captions whose token ids are the same: the encoder cannot tell them apart, whatever their strings say
     same_strings      [N, N]  captions whose strings are the same
     token_overlap     [N]     Jaccard of two sets of token ids, |A and B| / |A or B|
@@ -31,13 +32,29 @@ def row_keys(ids: Tensor) -> Tensor:
     return (ids * weights).sum(dim=1)
 
 
+def identical_groups(ids: Tensor) -> Tensor:
+    """int64 [N, L] -> int64 [N]: the place of the earliest row that equals this one; its own, where there is none. No [N, N] tensor."""
+    keys = row_keys(ids)
+    order = keys.argsort(stable=True)  # equal keys stand together, the earliest row first
+    ordered = keys.index_select(0, order)
+    starts = torch.ones_like(order, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    place = torch.arange(len(ids), device=ids.device)
+    leader = torch.where(starts, place, 0).cummax(0).values  # of each run of equal keys, where it begins
+    first = torch.empty_like(order).scatter_(0, order, order.index_select(0, leader))
+    sure = (ids == ids.index_select(0, first)).all(dim=1)
+    return torch.where(sure, first, place)
+
+
+def group_sizes(groups: Tensor) -> Tensor:
+    """Numbers from 0 to N - 1, int64 [N] -> how many rows share each row's, int64 [N]."""
+    return torch.zeros_like(groups).scatter_add_(0, groups, torch.ones_like(groups)).index_select(0, groups)
+
+
 def identical_rows(ids: Tensor) -> Tensor:
     """int64 [N, L] -> bool [N, N], False on the diagonal."""
-    keys = row_keys(ids)
-    first = (keys[:, None] == keys).to(torch.uint8).argmax(dim=1)  # [N] the earliest row with this key
-    sure = (ids == ids.index_select(0, first)).all(dim=1)  # [N]
-    same = (first[:, None] == first) & sure[:, None] & sure
-    return same.fill_diagonal_(False)
+    groups = identical_groups(ids)
+    return (groups[:, None] == groups).fill_diagonal_(False)
 
 
 def repeats(ids: Tensor) -> int:

@@ -5,6 +5,10 @@ With x_i = logsumexp of the negatives of row i minus its positive logit:
     row loss      -log p_ii = softplus(x_i)
     log row loss  log softplus(x_i), finite wherever x_i is
 
+``dense_anchors`` forms x, once for all readers, in strips of rows that stay in the processor's cache:
+    m = max, e_j = exp(l_ij - m), S = sum e, T = sum e (l_ij - m), all over j != i
+    x_i = m + log S - l_ii                           effective number of negatives = exp(entropy of e / S) = S exp(-T / S)
+
 Source: the identity p_ii = 1 / (1 + exp(x_i)); the residual is the coupling factor of DCL (Yeh et al., 2022).
 How to read: a residual of 1e-6 says that the row's pull and push are both a millionth of their largest size.
 Logits of -inf are no negatives: they have no share. An anchor without any has x = -inf, so loss and residual 0, and undefined shares.
@@ -15,13 +19,19 @@ the answer; and two tensors are needed to know whether the objective still teach
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradscope.types import DIRECTIONS
+from gradscope.types import DIRECTIONS, Anchors, Scores
+
+#: Cells of a strip: 2 MiB in float64.
+STRIP = 1 << 18
+
+#: exp of this is 0 in float64: stands for the logits of -inf, whose product with their weight of 0 would be nan.
+_GONE = -800.0
 
 #: Below this, log softplus(x) and x agree to the last bit of float64.
 _LINEAR_BELOW = -40.0
@@ -41,6 +51,59 @@ def negatives(matrix: Tensor, excluded: Tensor | None = None) -> Tensor:
 def log_odds(logits: Tensor) -> Tensor:
     """x [N]: log of (probability of all negatives / probability of the positive), anchors in rows. Float64."""
     return torch.logsumexp(negatives(logits), dim=1) - logits.diagonal().double()
+
+
+def row_slices(rows: int, columns: int) -> Iterator[slice]:
+    """Which rows of a matrix make strips of about ``STRIP`` cells each."""
+    step = max(1, STRIP // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def dense_anchors(scores: Scores, directions: Sequence[str] = DIRECTIONS) -> Anchors:
+    """The softmaxes of dense scores [N, N], each reduced over its negatives; float64 from the logits given.
+
+    Shares by hardness are not among them: with the cells at hand ``residual`` ranks as it likes.
+    """
+    raised = scores.cosine if scores.margin is None else scores.cosine + scores.margin
+    found = {d: _reduced(matrix) for d, matrix in per_direction(scores.logits, directions).items()}
+    return Anchors(
+        positive=scores.cosine.diagonal().double(),
+        log_odds={direction: x for direction, (x, _) in found.items()},
+        hardest={d: _hardest(matrix, scores.excluded) for d, matrix in per_direction(raised, directions).items()},
+        effective={direction: number for direction, (_, number) in found.items()},
+    )
+
+
+def _reduced(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log odds and effective number of negatives of each row of [N, N]: [N] float64 twice."""
+    found = []
+    for rows in row_slices(*logits.shape):
+        cells = logits[rows].to(torch.float64, copy=True)
+        cells.diagonal(rows.start).fill_(-math.inf)
+        top = cells.amax(dim=1, keepdim=True)
+        cells -= top.masked_fill(top == -math.inf, 0.0)  # no negatives: their sum is 0, not nan
+        weights = cells.exp()
+        total = weights.sum(dim=1)
+        moment = weights.mul_(cells.clamp_(min=_GONE)).sum(dim=1)
+        found.append(torch.stack([top[:, 0] + total.log(), total * torch.exp(-moment / total)]))
+    push, number = torch.cat(found, dim=1)
+    return push - logits.diagonal().double(), number
+
+
+def _hardest(matrix: Tensor, excluded: Tensor | None) -> Tensor:
+    """The largest negative of each row of [N, N]: [N] float64, -inf where there is none. ``excluded`` is symmetric."""
+    found = []
+    for rows in row_slices(*matrix.shape):
+        cells = matrix[rows].clone() if excluded is None else matrix[rows].masked_fill(excluded[rows], -math.inf)
+        cells.diagonal(rows.start).fill_(-math.inf)
+        found.append(cells.amax(dim=1))
+    return torch.cat(found).double()
+
+
+def log10_mean_loss(anchors: Anchors) -> Tensor:
+    """log10 of the mean loss over anchors and directions, [] float64; never meets a floor."""
+    x = torch.cat(list(anchors.log_odds.values()))  # [N] or [2N]
+    return (torch.logsumexp(log_softplus(x), dim=0) - math.log(len(x))) / math.log(10.0)
 
 
 def log_softplus(x: Tensor) -> Tensor:

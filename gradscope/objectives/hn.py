@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradscope.kernels.cells import caption_mean
+from gradscope.kernels.stream import Streamed, stream
 from gradscope.objectives import objectives
 from gradscope.objectives.margin import margin_matrix
 from gradscope.objectives.objective import SoftmaxObjective
@@ -41,3 +43,20 @@ class HN(SoftmaxObjective):
         """
         margin = margin_matrix(self.margin, self.gamma, text, margin_text, excluded)
         return dense_scores(image, text, scale, margin, excluded)
+
+    def streamed(
+        self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None, groups: Tensor | None = None, top: int = 0
+    ) -> Streamed:
+        """The loss in the residual form at any width, without the cells: see ``gradscope.kernels.stream``.
+
+        ``groups`` int64 [N]: captions of equal number are no negatives of each other. ``top``: of how many negatives shares are read.
+        """
+        return stream(image, text, scale, gamma=self.gamma, margin=self.margin, margin_text=margin_text, groups=groups, top=top)
+
+    def margin_mean(self, text: Tensor, margin_text: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
+        """Mean of the margin over the negatives, without the matrix: [] float64."""
+        if self.margin == "centred":
+            return 0.0 * text.double().sum()
+        rows = margin_text if self.needs_margin_text else text
+        assert rows is not None
+        return self.gamma * caption_mean(rows, groups)

@@ -16,6 +16,8 @@ encoder's cone is its own, so one gamma means two things under two of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,15 @@ def caption_cosines(rows: Tensor) -> Tensor:
     """G with a zero diagonal: [N, D] unit rows -> [N, N], no gradient."""
     rows = rows.detach()
     return (rows @ rows.T).fill_diagonal_(0.0)
+
+
+def remembered_cosines(rows: Tensor, memo: dict[Any, Any]) -> Tensor:
+    """``caption_cosines`` of rows that ``memo`` may know already; not to be written to. The memo keeps the rows, and so their id."""
+    key = ("cosines", id(rows), rows._version)
+    if key not in memo:
+        memo[key] = (rows, caption_cosines(rows))
+    cosines: Tensor = memo[key][1]
+    return cosines
 
 
 def off_diagonal_mean(cosines: Tensor, excluded: Tensor | None = None) -> Tensor:

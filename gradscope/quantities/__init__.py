@@ -6,15 +6,22 @@ A quantity is a frozen dataclass with two class variables beside its settings:
                  loss       what the scores of the measured batch say; no pass over the parameters
                  default    plus the captions, the zeros up to the embeddings, and one pass over the averaged gradient
                  full       everything: the full gradient by objective, the optimizer's state, the update, geometry
-and, where it needs more than that, ``needs``: "before" (a copy of the parameters ahead of the update), "param_grads" (the heads'
-gradients over all parameters).
+and, where it needs more than that, ``needs``, of the closed list ``NEEDS``:
+    before           a copy of the parameters ahead of the update
+    param_grads      the heads' gradients over all parameters
+    direction_grads  each direction's own part of the logit gradient
+    cells            the [N, N] scores. At wide widths the softmax is streamed and has none: the quantity is left out there, and the
+                     reader says so. A quantity that loses only a part names that part in ``left_out`` instead
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gradscope.registry import Registry, unknown_name
+
+NEEDS = ("before", "param_grads", "direction_grads", "cells")
 
 quantities: Registry = Registry("quantity", "gradscope.quantities")
 
@@ -28,3 +35,21 @@ def quantity_set(name: str) -> dict[str, Any]:
         raise ValueError(unknown_name("probe set", name, list(SETS)))
     held = SETS[: SETS.index(name) + 1]
     return {key: component() for key, component in quantities if component.tier in held}
+
+
+def needs(quantity: Any, what: str) -> bool:
+    """Whether a quantity needs ``what``, one of ``NEEDS``."""
+    return what in getattr(quantity, "needs", ())
+
+
+def left_out_words(held: Mapping[str, Any], width: int) -> str:
+    """What of a set is not read where the softmax is streamed: which and why, in a sentence; "" where nothing is lost."""
+    whole = [name for name, quantity in held.items() if needs(quantity, "cells")]
+    parts = [f"of {name} the {quantity.left_out}" for name, quantity in held.items() if getattr(quantity, "left_out", "")]
+    if not whole and not parts:
+        return ""
+    lost = "; ".join([", ".join(whole), *parts] if whole else parts)
+    return (
+        f"at width {width} the softmax is streamed: its {width} x {width} cells never exist, and what needs them is not read: {lost} "
+        f"(--kernel dense reads them, at {width * width * 4 / 2**20:.0f} MB a matrix)"
+    )

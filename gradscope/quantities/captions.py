@@ -16,15 +16,18 @@ them; see ``gradscope caption-geometry`` for the set and for the width effect.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradscope.objectives.margin import caption_cosines, off_diagonal_mean
+from gradscope.metrics.counting import counts_of
+from gradscope.metrics.softmax import row_slices
+from gradscope.objectives.margin import off_diagonal_mean, remembered_cosines
 from gradscope.quantities import quantities
-from gradscope.types import Reading, Step
+from gradscope.types import Head, Reading, Step
 
 NEAR = 0.95
 BINS, LOW, HIGH = 60, -0.2, 1.0
@@ -37,35 +40,66 @@ class Captions:
     tier: ClassVar[str] = "default"
 
     def __call__(self, step: Step) -> list[Reading]:
-        cosines = caption_cosines(step.embeddings.text)  # [N, N]
-        n = len(cosines)
-        eye = torch.eye(n, dtype=torch.bool, device=cosines.device)
-        hardest = cosines.masked_fill(eye, -2.0).amax(dim=1)  # [N]
-        mean = off_diagonal_mean(cosines)
-        margin, excluded = step.heads["hn"].scores.margin, step.heads["hn"].scores.excluded
-        assert margin is not None
+        seen = _look(step)
+        hn, n = step.heads["hn"], len(step.embeddings.text)
         values: dict[str, tuple[Tensor | float, str]] = {
-            "mean": (mean, "cosine"),
-            "hardest_mean": (hardest.mean(), "cosine"),
-            "hardest_max": (hardest.max(), "cosine"),
-            "histogram": (_histogram(cosines), "pairs"),
-            "near_duplicates": ((hardest >= NEAR).double().mean() + 0.0 * hardest.mean(), "share"),  # nan stays nan
-            "margin_logits": (step.embeddings.scale * off_diagonal_mean(margin, excluded), "logits"),
+            "mean": (seen.mean, "cosine"),
+            "hardest_mean": (seen.hardest.mean(), "cosine"),
+            "hardest_max": (seen.hardest.max(), "cosine"),
+            "histogram": (seen.counts, "pairs"),
+            "near_duplicates": ((seen.hardest >= NEAR).double().mean() + 0.0 * seen.hardest.mean(), "share"),  # nan stays nan
+            "margin_logits": (step.embeddings.scale * _mean_margin(hn), "logits"),
         }
         if step.captions is not None:
             values["exact_duplicates"] = (float(n - len(set(step.captions))), "captions")
         if step.lengths is not None and step.token_ids is not None:
             values["truncated"] = ((step.lengths > step.token_ids.shape[1]).sum(), "captions")
-        if step.initial_text is not None:
-            start = caption_cosines(step.initial_text)
-            values["drift"] = ((cosines - start).abs().sum() / (n * (n - 1)), "cosine")
+        if seen.drift is not None:
+            values["drift"] = (seen.drift, "cosine")
         return [Reading(quantity="captions", key=key, term="", value=v, unit=unit) for key, (v, unit) in values.items()]
 
 
-def _histogram(cosines: Tensor) -> Tensor:
-    n = len(cosines)
-    upper = torch.triu_indices(n, n, offset=1, device=cosines.device)
-    pairs = cosines[upper[0], upper[1]]
-    bins = ((pairs.nan_to_num(nan=LOW) - LOW) / (HIGH - LOW) * BINS).long().clamp(0, BINS - 1)
-    counts = torch.zeros(BINS, dtype=torch.int64, device=cosines.device)
-    return counts.scatter_add_(0, bins, (~pairs.isnan()).long())  # bincount would make a GPU wait for the host
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    mean: Tensor  # []
+    hardest: Tensor  # [N]
+    counts: Tensor  # int64 [BINS]
+    drift: Tensor | None  # []
+
+
+def _look(step: Step) -> _Seen:
+    """All pairs of captions in strips of rows; where the softmax is streamed they are never held together."""
+    text, start = step.embeddings.text, step.initial_text
+    known = None if step.heads["hn"].scores is None else remembered_cosines(text, step.memo)
+    total = drift = torch.zeros((), dtype=torch.float64, device=text.device)
+    hardest, counts = [], torch.zeros(BINS + 1, dtype=torch.int64, device=text.device)
+    for rows in row_slices(len(text), len(text)):
+        cosines = text[rows] @ text.T if known is None else known[rows].clone()  # [n, N]
+        own = cosines.diagonal(rows.start)
+        own.fill_(0.0)
+        total = total + cosines.sum(dtype=torch.float64)
+        if start is not None:
+            moved = cosines - start[rows] @ start.T
+            moved.diagonal(rows.start).fill_(0.0)
+            drift = drift + moved.abs_().sum(dtype=torch.float64)
+        own.fill_(-2.0)
+        hardest.append(cosines.amax(dim=1))
+        counts += _counts(cosines[:, rows.start :])
+    pairs = len(text) * (len(text) - 1)
+    mean = (total / pairs).to(text.dtype)
+    return _Seen(mean=mean, hardest=torch.cat(hardest), counts=counts[:BINS], drift=None if start is None else drift / pairs)
+
+
+def _counts(cosines: Tensor) -> Tensor:
+    """The pairs above the diagonal of a strip [n, M] that begins at it: counts [BINS + 1], what is nan in the last."""
+    places = cosines.sub(LOW).div_(HIGH - LOW).mul_(BINS).clamp_(0, BINS - 1)
+    places[:, : len(places)].masked_fill_(torch.ones_like(places[:, : len(places)], dtype=torch.bool).tril_(), math.nan)
+    return counts_of(places.nan_to_num_(nan=BINS).to(torch.uint8).flatten(), BINS + 1)
+
+
+def _mean_margin(hn: Head) -> Tensor:
+    if hn.scores is None:
+        assert hn.margin_mean is not None
+        return hn.margin_mean
+    assert hn.scores.margin is not None
+    return off_diagonal_mean(hn.scores.margin, hn.scores.excluded)

@@ -55,18 +55,19 @@ class Concentration:
     bins: int = 20
     phase: ClassVar[str] = "batch"
     tier: ClassVar[str] = "full"
+    needs: ClassVar[tuple[str, ...]] = ("cells", "direction_grads")
 
     def __call__(self, step: Step) -> list[Reading]:
         if len(step.embeddings.text) < 2:
             return []  # no negatives
         hn, captions = step.heads["hn"], step.embeddings.text.double() @ step.embeddings.text.double().T
-        x, counted = _predicted(hn.scores)
+        x, counted = _predicted(_cells(hn))
         dx = deviations(x, counted)
         readings = [
             _reading("log10_amplification", _amplification(x, counted), "log10", "hn"),
             _reading("binned_predicted", self._binned(dx, dx, counted), "nat"),
         ]
-        for direction, cosine in per_direction(hn.scores.cosine, hn.directions).items():
+        for direction, cosine in per_direction(_cells(hn).cosine, hn.directions).items():
             together = _correlation(off_diagonal(captions), off_diagonal(cosine).double(), counted)
             readings.append(_reading(f"correlation.{direction}", together, ""))
             readings += self._raw(step, direction, x, counted) + self._at_equal_cosine(hn, direction, x, counted)
@@ -76,7 +77,7 @@ class Concentration:
     def _raw(self, step: Step, direction: str, x: Tensor, counted: Tensor) -> list[Reading]:
         readings, dx = [], deviations(x, counted)
         for name, head in step.heads.items():
-            y = off_diagonal(per_direction(head.scores.logits)[direction]).double()  # log p_ij up to a constant of its row
+            y = off_diagonal(per_direction(_cells(head).logits)[direction]).double()  # log p_ij up to a constant of its row
             readings += [
                 _reading(f"slope.{direction}", slope(x, y, counted), "", name),
                 _reading(f"explained.{direction}", _correlation(x, y, counted).square(), "share", name),
@@ -88,7 +89,8 @@ class Concentration:
         push = off_diagonal(hn.direction_grads[direction])  # p_ij by a constant
         lost = counted & (push < torch.finfo(push.dtype).tiny)  # false for nan, which is to be seen
         seen = counted & ~lost
-        y = push.double().log() - hn.scores.scale.double() * off_diagonal(per_direction(hn.scores.cosine)[direction]).double()
+        scores = _cells(hn)
+        y = push.double().log() - scores.scale.double() * off_diagonal(per_direction(scores.cosine)[direction]).double()
         dx, error = deviations(x, counted), deviations(y, seen) - deviations(x, seen)
         values = {
             "slope_at_equal_cosine": (slope(x, y, seen), ""),
@@ -99,11 +101,11 @@ class Concentration:
         return [_reading(f"{key}.{direction}", value, unit, "hn") for key, (value, unit) in values.items()]
 
     def _gains(self, step: Step, direction: str, captions: Tensor) -> list[Reading]:
-        excluded = step.heads["hn"].scores.excluded
+        excluded = _cells(step.heads["hn"]).excluded
         order = negatives(captions, excluded).argsort(dim=1, descending=True)[:, :-1]  # without the anchor itself, which is last
         share = {}
         for name, head in step.heads.items():
-            share[name] = negative_log_shares(per_direction(head.scores.logits)[direction]).exp().gather(1, order)
+            share[name] = negative_log_shares(per_direction(_cells(head).logits)[direction]).exp().gather(1, order)
         gain = (share["hn"] - share["infonce"]).mean(dim=0).cumsum(0)  # of the K nearest, K = 1 ... N - 1
         return [_reading(f"share_gain_top{k}.{direction}", gain[min(k, len(gain)) - 1], "share", "pair") for k in self.top]
 
@@ -117,6 +119,11 @@ class Concentration:
         for into, values in ((total, torch.where(seen, dy, 0.0)), (weight, seen.to(dx.dtype))):
             into.scatter_add_(0, place.clamp(max=bins - 1), values.flatten()[order])
         return total / weight
+
+
+def _cells(head: Head) -> Scores:
+    assert head.scores is not None
+    return head.scores
 
 
 def off_diagonal(matrix: Tensor) -> Tensor:

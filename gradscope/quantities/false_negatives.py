@@ -66,6 +66,7 @@ class FalseNegatives:
     relative: float = 0.05
     phase: ClassVar[str] = "batch"
     tier: ClassVar[str] = "default"
+    needs: ClassVar[tuple[str, ...]] = ("cells",)
 
     def __call__(self, step: Step) -> list[Reading]:
         if len(step.embeddings.text) < 2:

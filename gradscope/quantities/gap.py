@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from gradscope.metrics.softmax import negatives, per_direction
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
@@ -28,14 +26,11 @@ class Gap:
     tier: ClassVar[str] = "loss"
 
     def __call__(self, step: Step) -> list[Reading]:
-        scores = step.heads["hn"].scores
-        assert scores.margin is not None
-        directions, excluded = step.heads["hn"].directions, scores.excluded
-        with_margin = per_direction(scores.cosine + scores.margin, directions)
+        plain, raised = (step.heads[name].anchors for name in ("infonce", "hn"))
         readings = []
-        for direction, cosines in per_direction(scores.cosine, directions).items():
-            gap = _gap(cosines, excluded)
-            beaten = _gap(with_margin[direction], excluded) < 0
+        for direction in step.heads["hn"].directions:
+            gap = plain.positive - plain.hardest[direction]  # [N] float64
+            beaten = raised.positive < raised.hardest[direction]
             values = {
                 "mean": gap.mean(),
                 "min": gap.min(),
@@ -55,8 +50,3 @@ class Gap:
                 for key, value in values.items()
             ]
         return readings
-
-
-def _gap(matrix: Tensor, excluded: Tensor | None) -> Tensor:
-    """[N, N] anchors in rows -> [N] float64; ``excluded`` is symmetric, so it holds for either direction."""
-    return matrix.diagonal().double() - negatives(matrix, excluded).amax(dim=1)

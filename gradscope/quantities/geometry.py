@@ -32,7 +32,7 @@ from torch import Tensor
 from gradscope.metrics import embedding_geometry as measure
 from gradscope.metrics.softmax import negatives, per_direction
 from gradscope.quantities import quantities
-from gradscope.types import Embeddings, Reading, Step
+from gradscope.types import Embeddings, Head, Reading, Step
 
 GAP_QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
@@ -43,16 +43,25 @@ class Geometry:
     k: int = 5
     phase: ClassVar[str] = "batch"
     tier: ClassVar[str] = "full"
+    left_out: ClassVar[str] = "hubs and the order of neighbours"
 
     def __call__(self, step: Step) -> list[Reading]:
         readings = _clouds(step.embeddings)
-        hn = step.heads["hn"]
+        for direction in step.heads["hn"].directions:
+            for name, head in step.heads.items():
+                readings.append(_reading(f"gap_logit_quantiles.{direction}", _gap_in_logits(step, head, direction), "logits", name))
+            gap = step.heads["infonce"].anchors
+            quantiles = measure.quantiles(gap.positive - gap.hardest[direction], GAP_QUANTILES)
+            readings.append(_reading(f"gap_quantiles.{direction}", quantiles, "cosine"))
+        return readings + self._of_cells(step)
+
+    def _of_cells(self, step: Step) -> list[Reading]:
+        """What looks at every cell: hubs, and the order of neighbours."""
+        readings, hn = [], step.heads["hn"]
+        if hn.scores is None:
+            return []
         for direction, matrix in per_direction(hn.scores.cosine, hn.directions).items():
             readings += self._hubs(direction, matrix, hn.scores.excluded)
-            readings.append(_reading(f"gap_quantiles.{direction}", _gap_quantiles(matrix, hn.scores.excluded), "cosine"))
-            for name, head in step.heads.items():
-                gap = _gap_quantiles(per_direction(head.scores.logits)[direction], head.scores.excluded)
-                readings.append(_reading(f"gap_logit_quantiles.{direction}", gap, "logits", name))
         return readings + (_drift(step.embeddings.text, step.initial_text) if step.initial_text is not None else [])
 
     def _hubs(self, direction: str, matrix: Tensor, excluded: Tensor | None) -> list[Reading]:
@@ -82,9 +91,13 @@ def _clouds(embeddings: Embeddings) -> list[Reading]:
     return readings
 
 
-def _gap_quantiles(matrix: Tensor, excluded: Tensor | None) -> Tensor:
-    """[N, N], anchors in rows -> [7] float64."""
-    gap = matrix.diagonal().double() - negatives(matrix, excluded).amax(dim=1)
+def _gap_in_logits(step: Step, head: Head, direction: str) -> Tensor:
+    """[7] float64; without the cells, from the cosines and margins that the kernel saw."""
+    if head.scores is None:
+        gap = step.embeddings.scale.double() * (head.anchors.positive - head.anchors.hardest[direction])
+    else:
+        logits = per_direction(head.scores.logits)[direction]
+        gap = logits.diagonal().double() - negatives(logits, head.scores.excluded).amax(dim=1)
     return measure.quantiles(gap, GAP_QUANTILES)
 
 

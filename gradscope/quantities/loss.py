@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradscope.metrics.softmax import log10_batch_loss
+from gradscope.metrics.softmax import log10_mean_loss
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
@@ -32,8 +32,8 @@ class Loss:
     def __call__(self, step: Step) -> list[Reading]:
         readings = []
         for name, head in step.heads.items():
-            log10 = log10_batch_loss(head.scores.logits, head.directions)
-            width = head.scores.logits.shape[1]
+            log10 = log10_mean_loss(head.anchors)
+            width = len(head.anchors.positive)
             readings += [
                 Reading(quantity="loss", key="trained", term=name, value=head.loss, unit="nat"),
                 Reading(quantity="loss", key="true", term=name, value=10.0**log10, unit="nat"),

@@ -39,12 +39,15 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     phase: ClassVar[str] = "batch"
     tier: ClassVar[str] = "full"
+    needs: ClassVar[tuple[str, ...]] = ("cells",)
 
     def __call__(self, step: Step) -> list[Reading]:
         image, text, scale = (t.double() for t in (step.embeddings.image, step.embeddings.text, step.embeddings.scale))
         cosines = image @ text.T  # [N, N]
         readings = []
         for head in step.heads.values():
+            assert head.scores is not None
+            assert head.logit_grad is not None
             margin, excluded = head.scores.margin, head.scores.excluded
             raised = scale * (cosines if margin is None else cosines + margin.double())
             logits = raised if excluded is None else raised.masked_fill(excluded, -torch.inf)

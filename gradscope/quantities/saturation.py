@@ -15,7 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradscope.metrics.softmax import effective_number, log10_batch_loss, per_direction, residual
+import torch
+
+from gradscope.metrics.softmax import effective_number, log10_mean_loss
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
@@ -32,13 +34,13 @@ class Saturation:
     def __call__(self, step: Step) -> list[Reading]:
         readings = []
         for name, head in step.heads.items():
-            log10 = log10_batch_loss(head.scores.logits, head.directions)
+            log10 = log10_mean_loss(head.anchors)
             for threshold in THRESHOLDS:
                 # A nan loss is below nothing: the comparison alone would say "not saturated" of it.
                 below = (log10 < math.log10(float(threshold))).double() + 0.0 * log10.clamp(-1.0, 1.0)
                 readings.append(Reading(quantity="saturation", key=f"below_{threshold}", term=name, value=below, unit="0/1"))
-            for direction, logits in per_direction(head.scores.logits, head.directions).items():
-                r = residual(logits)
+            for direction, x in head.anchors.log_odds.items():
+                r = torch.sigmoid(x)  # [N]
                 share = (r < ROW_THRESHOLD).double().mean() + 0.0 * r.mean()
                 rows = effective_number(r)
                 readings += [

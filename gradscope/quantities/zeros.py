@@ -13,6 +13,9 @@ Counted on the very fp32 tensors of the measured batch (count_nonzero; denormals
     positive_zero.<direction>     share of anchors whose own cell is exactly 0 while a negative's is not: the pull is lost  (iv)
     row_sum.<direction>           largest |row sum| / row absolute sum of that direction's logit gradient; 0 in exact arithmetic
 
+Where the softmax is streamed there is no logit gradient to count on: entries, rows and all_zero of logits, cases (iii) and (iv) and row
+sums are left out.
+
 Source: paper facts, section 7.1. How it can mislead: a raw zero share is dominated by structure (99 % of a stock token embedding);
 fp32 saturation alone needs a logit gap of about 100 before an entry is exactly zero, so a high rate usually has another cause.
 """
@@ -28,7 +31,7 @@ from torch import Tensor
 from gradscope.metrics.gradients import present, statistics
 from gradscope.metrics.zero_causes import zeros_in_rows
 from gradscope.quantities import quantities
-from gradscope.types import Head, Reading, Step
+from gradscope.types import Head, Reading, Scores, Step
 
 
 @quantities.register("zeros")
@@ -36,25 +39,33 @@ from gradscope.types import Head, Reading, Step
 class Zeros:
     phase: ClassVar[str] = "batch"
     tier: ClassVar[str] = "default"
+    needs: ClassVar[tuple[str, ...]] = ("direction_grads",)
+    left_out: ClassVar[str] = "zeros and row sums of the logit gradient"
 
     def __call__(self, step: Step) -> list[Reading]:
         readings = []
         for head in step.heads.values():
             values: dict[str, Tensor | float] = {}
-            values |= _matrix("logits", head.logit_grad)
-            if head.scores.excluded is not None:  # a cell outside the softmax is zero by definition
-                kept = ~head.scores.excluded
-                values["entries.logits"] = ((head.logit_grad == 0) & kept).sum().double() / kept.sum()
+            if head.scores is not None and head.logit_grad is not None:
+                values |= _logits(head, head.scores, head.logit_grad)
             values |= _matrix("embeddings", head.image_grad, head.text_grad)
-            values["loss_zero_gradient_not"] = ((head.loss == 0) & head.logit_grad.any()).double()
-            for direction, gradient in head.direction_grads.items():
-                values |= _direction(direction, gradient)
             if head.param_grads is not None:
                 values |= _parameters(step, head)
             readings += [
                 Reading(quantity="zeros", key=key, term=head.name, value=value, unit=_unit(key)) for key, value in values.items()
             ]
         return readings
+
+
+def _logits(head: Head, scores: Scores, gradient: Tensor) -> dict[str, Tensor]:
+    values = _matrix("logits", gradient)
+    if scores.excluded is not None:  # a cell outside the softmax is zero by definition
+        kept = ~scores.excluded
+        values["entries.logits"] = ((gradient == 0) & kept).sum().double() / kept.sum()
+    values["loss_zero_gradient_not"] = ((head.loss == 0) & gradient.any()).double()
+    for direction, part in head.direction_grads.items():
+        values |= _direction(direction, part)
+    return values
 
 
 def _unit(key: str) -> str:
