@@ -1,0 +1,150 @@
+"""The Triton kernels against float64: run by Triton's interpreter on the CPU, and compiled for two GPUs that need not be here."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton_interpreted
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gradscope.kernels import triton_strip, triton_tiles
+from gradscope.kernels.cells import Cells
+from gradscope.kernels.triton_found import triton_usable, why_not
+
+#: Relative error of gradients that fp32 rows allow.
+TOLERANCE = 2e-5
+#: A is rounded to bf16 where the rows are of two bytes.
+HALF_TOLERANCE = 1e-2
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """What the kernels answered on fresh random rows, in a process where the interpreter was chosen before triton was imported."""
+    script = Path(triton_interpreted.__file__)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", triton_interpreted.CASES)
+def test_as_float64(interpreted, name):
+    found = interpreted["cases"][name]
+    half = triton_interpreted.CASES[name].dtype != torch.float32
+    for gradient in ("image", "text"):
+        assert found[gradient] < (HALF_TOLERANCE if half else TOLERANCE), gradient
+    for value in ("loss", "scale"):
+        assert found[value] < TOLERANCE, value
+    for cosine in ("row_max", "column_max", "top"):
+        assert found[cosine] < 1e-6, cosine
+
+
+def test_losses_from_next_to_nothing_to_far_too_large(interpreted):
+    losses = [case["true_loss"] for case in interpreted["cases"].values()]
+    assert min(losses) < 1e-20
+    assert max(losses) > 40
+
+
+def test_zeros_are_counted(interpreted):
+    assert interpreted["zeros"]["found"] == interpreted["zeros"]["expected"] > 0
+
+
+def test_equal_inputs_give_equal_bits(interpreted):
+    assert interpreted["repeated"]
+
+
+def test_several_runs_of_rows_answer_as_one(interpreted):
+    assert interpreted["runs"]
+
+
+@pytest.mark.parametrize("settings", ["live, exclude", "live, positives", "external, exclude", "centred, positives"])
+def test_the_whole_loss_with_these_passes(interpreted, settings):
+    assert max(interpreted["losses"][settings].values()) < TOLERANCE, interpreted["losses"][settings]
+
+
+def compiled(kernel, dtype, precision, capability, cache):
+    """The kernel as a GPU would get it: triton compiles without one."""
+    tiles = triton_strip.tiles_for(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    meta = {"HAS_GROUPS": True, "PRECISION": precision, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "BLOCK_K": tiles.inner}
+    meta["GROUP"] = tiles.walk
+    types = {"q": dtype, "k": dtype, "cells": dtype, "groups": "i64", "zeros": "i32"}
+    sizes = ("n_rows", "n_columns", "width", "first")
+    names = [name for name in kernel.arg_names if name not in meta]
+    signature = {name: "i32" if name in sizes else "*" + types.get(name, "fp32") for name in names}
+    signature |= dict.fromkeys(meta, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in sizes or name == "width"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=meta, attrs=aligned)
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(cache)
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def stack(kernel, folder):
+    """Bytes of registers spilled to the stack, as the driver's tool reads them off the machine code."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    said = subprocess.run([tool, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+    return int(said.partition("STACK:")[2].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "capability"),
+    [("sums_kernel", "fp32", 90), ("cells_kernel", "fp32", 90), ("cells_kernel", "fp32", 80), ("cells_kernel", "bf16", 90)],
+)
+def test_compiles_without_spills_and_without_tf32(kernel, dtype, capability, tmp_path):
+    precision = inspect.signature(triton_strip.forward_strip).parameters["precision"].default
+    found = compiled(getattr(triton_tiles, kernel), dtype, precision, capability, tmp_path)
+    assert "tf32" not in found.asm["ptx"]
+    assert found.metadata.shared <= 99 * 1024  # what the smallest GPUs of 8.x and 12.x have
+    assert stack(found, tmp_path) == 0
+
+
+def test_tf32_is_there_when_asked_for(tmp_path):
+    assert "tf32" in compiled(triton_tiles.sums_kernel, "fp32", "tf32", 80, tmp_path).asm["ptx"]
+
+
+def test_both_passes_have_the_same_default():
+    defaults = {inspect.signature(f).parameters["precision"].default for f in (triton_strip.forward_strip, triton_strip.backward_strip)}
+    assert defaults == {"ieee"}
+    assert "IEEE" in triton_strip.words()
+
+
+def cells(dtype):
+    rows = torch.eye(4, dtype=dtype)
+    return Cells(image=rows, text=rows, keys=rows, gamma=0.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "words"),
+    [(torch.float64, "ieee", "float64 were given.*float32"), (torch.float32, "fast", "'fast' is unknown; give one of ieee")],
+)
+def test_what_the_kernels_lack_is_refused(dtype, precision, words):
+    with pytest.raises(ValueError, match=words):
+        triton_strip.forward_strip(cells(dtype), torch.ones(()), slice(0, 4), precision=precision)
+
+
+def test_the_cpu_has_the_torch_blocks():
+    assert not triton_usable(torch.eye(3))
+    assert why_not(torch.device("cpu")) == "cpu is no NVIDIA GPU"
+
+
+def test_torch_blocks_need_no_triton():
+    code = "import sys; sys.modules['triton'] = None; import torch; from gradscope.kernels.stream import stream; " + (
+        "x = torch.eye(3); print(float(stream(x, x, torch.tensor(1.0)).loss.sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(3 * torch.log(torch.tensor(1 + 2 / torch.e)).item(), rel=1e-6)
