@@ -12,11 +12,15 @@ from random import Random
 import pytest
 import torch
 from hf_tokenizers import FRAMES, WORDS, model_config, write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from open_clip.tokenizer import SimpleTokenizer
 
+from gradscope.encoders import byte_pairs
 from gradscope.encoders import tokenizer as ours
+from gradscope.encoders.byte_pairs import merge
 from gradscope.encoders.tiny_model import load_tokenizer
-from gradscope.encoders.tokenizer import ClipTokenizer, HFTokenizer, Tokenizer, make_tokenizer, merge, wrapped
+from gradscope.encoders.tokenizer import ClipTokenizer, HFTokenizer, Tokenizer, make_tokenizer, wrapped
 
 FAMILIES = ["clip", *FRAMES]
 ODD = [
@@ -91,6 +95,56 @@ def test_cleaning_and_extra_tokens_follow_the_source(clean):
     random = Random(secrets.randbits(32))
     captions = [*ODD, "a <mark> b <MARK> c", *(random_text(random) for _ in range(30))]
     assert torch.equal(wrapped(source).tokenize(captions).ids, source(captions))
+
+
+def test_pieces_that_come_back_and_batches_of_captions_change_nothing(build, monkeypatch):
+    monkeypatch.setattr(ours, "AT_ONCE", 7)
+    tokenizer, random = build("clip", 20), Random(secrets.randbits(32))
+    captions = random.choices([*ODD, *(random_text(random) for _ in range(5))], k=100)
+    whole = tokenizer.tokenize(captions)
+    assert torch.equal(whole.ids, tokenizer.source(captions))
+    assert whole.lengths.tolist() == [len(tokenizer.source.encode(caption)) + 2 for caption in captions]
+
+
+#: What cleaning may stumble over, beside any text at all: entities, control and combining characters, wrongly decoded text, spaces.
+STUMBLES = [
+    "&amp;",
+    "&lt;p&gt;",
+    "&#x1F600;",
+    "&nbsp",
+    "\x1b[31m",
+    "\x00",
+    "\x1c",
+    "\x85",
+    "\u00ad",
+    "\u0301",
+    "\u200d",
+    "Ã©",
+    "â€œ",
+    "ﬃ",
+    "İ",
+]
+STUMBLES += ["ſ", "\u212a", "'S", "’s", "<start_of_text>", "</w>", "\r\n", "\u3000", "ＡＢ", "\ud800", " ", "  ", "a", "Red", "1", "!"]
+
+
+@pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
+def test_any_text_at_all_equals_open_clips_own(clean):
+    source = SimpleTokenizer(context_length=32, clean=clean)
+    tokenizer = wrapped(source)
+    anything = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(STUMBLES), max_size=12).map("".join))
+
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(st.lists(anything, min_size=1, max_size=3))
+    def check(captions: list[str]) -> None:
+        try:
+            expected = source(captions)
+        except UnicodeEncodeError:  # half a surrogate that cleaning leaves: no text for either
+            with pytest.raises(UnicodeEncodeError):
+                tokenizer.tokenize(captions)
+            return
+        assert torch.equal(tokenizer.tokenize(captions).ids, expected)
+
+    check()
 
 
 def test_merging_equals_the_plain_loop():
@@ -202,13 +256,14 @@ def test_a_giant_caption_costs_seconds_at_most(build, family, piece):
 
 
 def test_remembered_words_are_bounded(monkeypatch):
-    monkeypatch.setattr(ours, "CACHED_WORDS", 50)
+    monkeypatch.setattr(byte_pairs, "REMEMBERED", 50)
     tokenizer = ClipTokenizer.of(SimpleTokenizer())
     random = Random(secrets.randbits(32))
     captions = [random_text(random) for _ in range(100)] + ["y" * 65]
     assert torch.equal(tokenizer.tokenize(captions).ids, tokenizer.source(captions))
-    assert 0 < len(tokenizer.known) <= 50
-    assert "y" * 65 not in tokenizer.known
+    for known in (tokenizer.pairs.words, tokenizer.pairs.pieces):
+        assert 0 < len(known) <= 50
+        assert "y" * 65 not in known
 
 
 # ---- saving, refusing
