@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradscope.products import fast_fp32
+from gradscope.products import fast_setting
 
 #: Up to so many tokens the plain form is used: it keeps tokens^2 numbers per head and record for the backward pass.
 SHORT = 160
@@ -32,5 +32,5 @@ def cpu_speed(device: torch.device, tokens: int) -> Iterator[str]:
         yield f"torch {torch.get_float32_matmul_precision()}"
         return
     short = tokens <= SHORT
-    with fast_fp32(device) as products, sdpa_kernel(SDPBackend.MATH) if short else nullcontext():
+    with fast_setting(device) as products, sdpa_kernel(SDPBackend.MATH) if short else nullcontext():
         yield f"{products.words}, {'plain' if short else 'fused'} attention"

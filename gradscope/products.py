@@ -52,7 +52,15 @@ def fast_fp32(device: torch.device, *shapes: Shape) -> Iterator[Products]:
         device: where the rows are.
         shapes: (rows, columns, inner width) of the products to come; ``SHAPES`` without any.
     """
-    with _settings_kept(), torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), fast_setting(device, *shapes) as products:
+        yield products
+
+
+@contextmanager
+def fast_setting(device: torch.device, *shapes: Shape) -> Iterator[Products]:
+    """As ``fast_fp32`` for blocks that use autocast themselves, as training does. Autocast forgets the weights it has cast when the
+    outermost one ends: inside another, even one that is off, every step would compute with the weights of the first."""
+    with _settings_kept():
         products = choose(device, *shapes)
         torch.set_float32_matmul_precision(products.setting)
         yield products

@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 import torch
+from torch import nn
 
 from gradscope.cpu_speed import cpu_speed
 from gradscope.products import LARGEST_ERROR
@@ -28,3 +29,16 @@ def test_other_devices_are_left_alone() -> None:
     with cpu_speed(torch.device("meta"), 20) as words:
         assert words == f"torch {before}"
         assert torch.get_float32_matmul_precision() == before
+
+
+def test_autocast_inside_sees_weights_that_changed():
+    """Autocast keeps the weights it has cast until the outermost one ends; none may be left open around a training loop."""
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with cpu_speed(torch.device("cpu"), 16):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = layer(x)
+            expected = x.bfloat16() @ layer.weight.bfloat16().T + layer.bias.bfloat16()
+            assert torch.allclose(found, expected, atol=0.05)
+            with torch.no_grad():
+                layer.weight.add_(1.0)
