@@ -64,9 +64,13 @@ def embed_records(
     workers: int = 0,
     decode: str = "fast",
     on_too_long: str = "truncate",
+    read: Callable[[str], Tensor] | None = None,
     advance: Advance | None = None,
 ) -> Embedded:
     """All images and all captions of ``records``, in order. Rows are fp32 on the encoder's device.
+
+    Args:
+        read: path -> picture, where it is not decoded from its file; equal to what ``decode`` gives (see ``image_cache``).
 
     Raises:
         ValueError: a picture is missing or damaged, or a caption is too long and ``on_too_long`` is "error".
@@ -81,8 +85,8 @@ def embed_records(
     images: list[Tensor] = []
     with evaluating(encoder):
         plan = [rows.tolist() for rows in torch.arange(len(records)).split(batch_size)]
-        read = pixel_path(encoder.config["preprocess_cfg"], decode)
-        for pixels in decoded(Pixels(records, read), plan, workers=workers):
+        pictures = Pixels(records, read or pixel_path(encoder.config["preprocess_cfg"], decode))
+        for pixels in decoded(pictures, plan, workers=workers):
             images.append(encoder.embed_image(pixels.to(encoder.device)))
             done += len(pixels)
             if advance:
@@ -133,11 +137,12 @@ def evaluate(
     workers: int = 0,
     decode: str = "fast",
     on_too_long: str = "truncate",
+    read: Callable[[str], Tensor] | None = None,
     advance: Advance | None = None,
 ) -> tuple[Retrieval, Embedded]:
     """Embed and score. See ``gradscope.metrics.recall`` for what each number means."""
     embedded = embed_records(
-        encoder, records, batch_size=batch_size, workers=workers, decode=decode, on_too_long=on_too_long, advance=advance
+        encoder, records, batch_size=batch_size, workers=workers, decode=decode, on_too_long=on_too_long, read=read, advance=advance
     )
     return score(embedded, resamples=resamples), embedded
 

@@ -58,7 +58,7 @@ IDENTITY: dict[str, list[str]] = {
 TEXT_COLUMNS = frozenset({"quantity", "term", "key", "unit", "stamps", "dataset", "split", "direction", "metric", "protocol"})
 
 #: Columns that two equal runs need not share: clocks, throughput, memory, and which attempt wrote the row.
-VOLATILE_COLUMNS = ("attempt", "time", "seconds", "probe_seconds", "images_per_s", "peak_mem")
+VOLATILE_COLUMNS = ("attempt", "time", "seconds", "wait_seconds", "probe_seconds", "images_per_s", "peak_mem")
 
 #: Units of readings that two equal runs need not share.
 VOLATILE_UNITS = ("s", "ms", "MB", "MiB", "share of plain time")

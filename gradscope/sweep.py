@@ -77,6 +77,7 @@ def _refuse_repeats(over: Sequence[str]) -> None:
 def run_arm(arm: Arm, split: str) -> None:
     """Trains (or resumes) one arm and evaluates its last checkpoint on ``split``; does nothing where both are done."""
     from gradscope.cpu_speed import cpu_speed
+    from gradscope.data.image_cache import picture_reader
     from gradscope.encoders.load import load_encoder, resolve_device
     from gradscope.evaluate import evaluate
     from gradscope.evaluation_file import Evaluation, evaluation_content, write_hits, write_json
@@ -96,8 +97,11 @@ def run_arm(arm: Arm, split: str) -> None:
     gallery = read_gallery(data, split, workers=workers)
     device = resolve_device(arm.recipe.train.device)
     encoder = load_encoder(str(arm.path), device)
+    read = picture_reader(gallery.records, encoder.config["preprocess_cfg"], decode=data.decode, cache=data.cache, workers=workers)
     with cpu_speed(device, encoder.longest_sequence):
-        result, embedded = evaluate(encoder, gallery.records, workers=workers, decode=data.decode, on_too_long=data.on_too_long)
+        result, embedded = evaluate(
+            encoder, gallery.records, workers=workers, decode=data.decode, on_too_long=data.on_too_long, read=read
+        )
     write_hits(target.with_suffix(".npz"), result)
     write_json(target, evaluation_content(Evaluation(protocol=protocol_of(str(arm.path), gallery, embedded), result=result)))
 

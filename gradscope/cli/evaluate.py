@@ -32,6 +32,9 @@ Caption = Annotated[str | None, typer.Option(help="Which caption, where a data s
 AllowMissing = Annotated[bool, typer.Option("--allow-missing", help="Leave out records without a picture, counted.")]
 OnBadImage = Annotated[str, typer.Option(help="error, or skip: look at all pictures first.")]
 Decode = Annotated[str, typer.Option(help="Of pictures: fast, exact or scaled.")]
+Cache = Annotated[
+    str, typer.Option(help="images: decode each picture once and keep it in the cache folder.", show_default="pictures are not kept")
+]
 OnTooLong = Annotated[str, typer.Option(help="Captions over the context: truncate or error.")]
 Resamples = Annotated[int, typer.Option(help="Bootstrap resamples over images.", min=1)]
 BatchSize = Annotated[int, typer.Option(help="Records per forward pass.", min=1)]
@@ -57,6 +60,7 @@ def evaluate(
     allow_missing: AllowMissing = False,
     on_bad_image: OnBadImage = "error",
     decode: Decode = "fast",
+    cache: Cache = "",
     on_too_long: OnTooLong = "truncate",
     checkpoint: Annotated[str, typer.Option(help="Of a run: last, best (on validation) or both.")] = "last",
     trained_on: Annotated[
@@ -86,7 +90,8 @@ def evaluate(
 
     settings = data_settings(
         data, data_dir=data_dir, image_key=image_key, caption_key=caption_key, image_root=image_root, encoding=encoding,
-        caption=caption, allow_missing=allow_missing, on_bad_image=on_bad_image, decode=decode, on_too_long=on_too_long,
+        caption=caption, allow_missing=allow_missing, on_bad_image=on_bad_image, decode=decode, cache=cache,
+        on_too_long=on_too_long,
     )  # fmt: skip
     check_writable(save_embeddings, per_query, output)
     if save_embeddings and save_embeddings.suffix != SUFFIX:
@@ -143,12 +148,15 @@ def embed(
     """Loads an encoder and embeds the gallery, with a progress bar; a large gallery is announced with its memory."""
     from gradscope.console import progress
     from gradscope.cpu_speed import cpu_speed
+    from gradscope.data.image_cache import picture_reader
     from gradscope.encoders.load import load_encoder
     from gradscope.evaluate import embed_records
 
     model = load_encoder(name, place, trust_archive=trust_archive)
     captions = sum(len(record.captions) for record in gallery.records)
     announce_memory(len(gallery.records), captions, int(model.config["model_cfg"].get("embed_dim", 512)))
+    preprocess = model.config["preprocess_cfg"]
+    read = picture_reader(gallery.records, preprocess, decode=settings.decode, cache=settings.cache, workers=workers)
     with cpu_speed(place, model.longest_sequence), progress("embedding") as advance:
         return embed_records(
             model,
@@ -157,6 +165,7 @@ def embed(
             workers=workers,
             decode=settings.decode,
             on_too_long=settings.on_too_long,
+            read=read,
             advance=advance,
         )
 

@@ -41,8 +41,9 @@ import gradscope
 from gradscope.console import console, progress
 from gradscope.data.content_digests import content_digests, stamp
 from gradscope.data.identity import WIDTH
-from gradscope.data.pixels import PixelPath
+from gradscope.data.pixels import PixelPath, pixel_path
 from gradscope.paths import cache_folder
+from gradscope.types import Record
 
 ROW = 24  # bytes of the index a picture: digest, checksum of the levels, checksum of those 20
 
@@ -97,6 +98,20 @@ class CachedPixels:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_levels": None}  # each process maps the file itself
+
+
+def picture_reader(
+    records: Sequence[Record], preprocess: Mapping[str, Any], *, decode: str, cache: str, workers: int = 0, say: Say = console.print
+) -> Callable[[str], Tensor]:
+    """path -> picture for all of ``records``: through the cache, filled first, where ``cache`` is "images"; else decoded each time.
+
+    Raises:
+        ValueError: as ``pixel_path`` and ``cached_pixels`` do.
+    """
+    read = pixel_path(preprocess, decode)
+    if cache != "images":
+        return read
+    return cached_pixels([record.image for record in records if record.image is not None], read, workers=workers, say=say)
 
 
 def cached_pixels(paths: Sequence[str], read: PixelPath, *, workers: int = 0, say: Say = console.print) -> CachedPixels:
