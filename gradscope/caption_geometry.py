@@ -57,7 +57,7 @@ def measure_captions(
     Raises:
         ValueError: fewer than two captions with a finite embedding.
     """
-    from gradscope.metrics.geometry import caption_geometry, estimate
+    from gradscope.metrics.geometry import Course, caption_geometry, estimate
 
     if len(captions.texts) < 2:
         raise ValueError(f"'{captions.name}' has {len(captions.texts)} caption; a pair needs two, so give a file with more.")
@@ -74,7 +74,7 @@ def measure_captions(
         f"(the full matrix would take {4 * n * n / 2**20:,.0f} MB)"
     )
     with progress(f"{captions.name}: blocks of pairs") as advance:
-        found = caption_geometry(rows, exact_quantiles=exact_quantiles, progress=advance)
+        found = caption_geometry(rows, exact_quantiles=exact_quantiles, course=Course(progress=advance))
     clock.append(time.perf_counter())
     curve = _width_curve(rows, found)
     clock.append(time.perf_counter())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradscope.metrics.geometry import BIN_WIDTH, QUANTILES, THRESHOLDS, caption_geometry, mean_cosine
+from gradscope.metrics.geometry import BIN_WIDTH, QUANTILES, THRESHOLDS, Course, caption_geometry, mean_cosine
 
 
 def unit_rows(n: int, d: int, shift: float, seed: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_mean_of_a_narrow_cone_keeps_its_digits() -> None:
 def test_matmul_setting_comes_back_and_progress_ends_full() -> None:
     before = torch.get_float32_matmul_precision()
     seen: list[tuple[int, int]] = []
-    found = caption_geometry(unit_rows(100, 8, 0.3, seed=1), block=30, progress=lambda *at: seen.append(at))
+    found = caption_geometry(unit_rows(100, 8, 0.3, seed=1), block=30, course=Course(progress=lambda *at: seen.append(at)))
     assert torch.get_float32_matmul_precision() == before
     assert seen[-1] == (10, 10)
     assert found.matmul_error < 1e-6
