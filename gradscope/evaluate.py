@@ -17,7 +17,8 @@ from torch import Tensor
 from gradscope.data.batching import Pixels, decoded
 from gradscope.data.pixels import pixel_path
 from gradscope.data.too_long import refuse_too_long
-from gradscope.encoders.dual import DualEncoder, evaluating
+from gradscope.distributed import concatenated, is_sharded, own_share, world
+from gradscope.encoders.dual import DualEncoder, blank_pixels, evaluating
 from gradscope.metrics.gallery_curve import CurvePoint, gallery_curve
 from gradscope.metrics.hardness_recall import HardnessBin, caption_hardness, hardness_recall, query_hardness
 from gradscope.metrics.recall import Retrieval, retrieval
@@ -69,6 +70,9 @@ def embed_records(
 ) -> Embedded:
     """All images and all captions of ``records``, in order. Rows are fp32 on the encoder's device.
 
+    Several ranks embed a part each, and each gets all rows. What they are dealt are whole batches, consecutive ones, so every batch is
+    the one that a single process would have: the same bits, no row twice and none too many.
+
     Args:
         read: path -> picture, where it is not decoded from its file; equal to what ``decode`` gives (see ``image_cache``).
 
@@ -81,23 +85,22 @@ def embed_records(
     if on_too_long == "error":
         refuse_too_long([records[i].id for i in owner], tokenized.lengths.tolist(), encoder.context)
     distinct, row_of = _distinct(tokenized.ids)
-    total, done = len(records) + len(distinct), 0
+    plan = dealt(torch.arange(len(records)), batch_size)
+    total, done = sum(map(len, plan)) + sum(map(len, dealt(distinct, batch_size))), 0
     images: list[Tensor] = []
     with evaluating(encoder):
-        plan = [rows.tolist() for rows in torch.arange(len(records)).split(batch_size)]
         pictures = Pixels(records, read or pixel_path(encoder.config["preprocess_cfg"], decode))
-        for pixels in decoded(pictures, plan, workers=workers):
+        for pixels in decoded(pictures, [rows.tolist() for rows in plan], workers=workers):
             images.append(encoder.embed_image(pixels.to(encoder.device)))
             done += len(pixels)
             if advance:
                 advance(done, total)
-    text = encoder.embed_texts(distinct, batch_size=batch_size, progress=(lambda n, _: advance(done + n, total)) if advance else None)[
-        row_of
-    ]
+        keep_step(encoder, len(records), batch_size, lambda: encoder.embed_image(blank_pixels(encoder, 1)))
+    text = embed_captions(encoder, distinct, batch_size=batch_size, advance=(lambda n: advance(done + n, total)) if advance else None)
     return Embedded(
         ids=tuple(record.id for record in records),
-        image=torch.cat(images),
-        text=text,
+        image=concatenated(images, encoder.device),
+        text=text[row_of],
         image_of_text=torch.tensor(owner, device=encoder.device),
         truncated=tokenized.truncated(),
         digests=tuple(hashlib.sha256(caption.encode()).hexdigest() for caption in captions),
@@ -105,6 +108,35 @@ def embed_records(
         context=encoder.context,
         preprocessing=_preprocessing(encoder, decode),
     )
+
+
+def embed_captions(
+    encoder: DualEncoder, ids: Tensor, *, batch_size: int = 128, advance: Callable[[int], None] | None = None
+) -> Tensor:
+    """Token ids [M, L], the same on every rank -> unit rows [M, D] of all of them, dealt to the ranks as ``embed_records`` does."""
+    rows: list[Tensor] = []
+    with evaluating(encoder):
+        for piece in dealt(ids, batch_size):
+            rows.append(encoder.embed_text(piece.to(encoder.device)))
+            if advance:
+                advance(sum(map(len, rows)))
+        keep_step(encoder, len(ids), batch_size, lambda: encoder.embed_text(ids[:1].to(encoder.device)))
+    return concatenated(rows, encoder.device)
+
+
+def dealt(rows: Tensor, batch_size: int) -> Sequence[Tensor]:
+    """This rank's batches of ``rows``: consecutive ones, as a single process would form them."""
+    batches = rows.split(batch_size)
+    return batches[own_share(len(batches))]
+
+
+def keep_step(encoder: DualEncoder, rows: int, batch_size: int, forward: Callable[[], Tensor]) -> None:
+    """Where parameters are sharded, each forward pass collects them from all ranks: a rank with one batch less makes a blank one, of
+    which nothing is kept."""
+    batches = -(-rows // batch_size)
+    own = own_share(batches)
+    if any(map(is_sharded, encoder.parameters())) and own.stop - own.start < -(-batches // world()):
+        forward()
 
 
 def _preprocessing(encoder: DualEncoder, decode: str) -> str:

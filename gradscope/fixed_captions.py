@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from gradscope.data.batching import Batches
+from gradscope.distributed import from_first, rank, shared
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.text import load_text_encoder
+from gradscope.evaluate import embed_captions
 from gradscope.frameworks.clip import Clip
 from gradscope.recipe import Recipe
 from gradscope.runlog import Run, RunLog
+from gradscope.silent_log import SilentLog
 from gradscope.types import Batch, Record
 
 
@@ -46,7 +49,7 @@ class FixedCaptions:
 
 
 def fixed_captions(
-    recipe: Recipe, framework: Clip, encoder: DualEncoder, batches: Batches, log: RunLog, say: Callable[[str], None]
+    recipe: Recipe, framework: Clip, encoder: DualEncoder, batches: Batches, log: RunLog | SilentLog, say: Callable[[str], None]
 ) -> FixedCaptions:
     """Computes the rows that this run needs, or reads those of the run that is resumed.
 
@@ -58,7 +61,9 @@ def fixed_captions(
     needs_initial = recipe.probe.log_grads or (framework.objective.needs_margin_text and margin == "frozen")
     return FixedCaptions(
         place={record.id: i for i, record in enumerate(batches.records)},
-        initial=_kept("initial_captions", log, lambda: encoder.embed_texts(batches.tokenized.ids), encoder) if needs_initial else None,
+        initial=_kept("initial_captions", log, lambda: embed_captions(encoder, batches.tokenized.ids), encoder)
+        if needs_initial
+        else None,
         external=_kept("margin_captions", log, lambda: _external(recipe, batches.records, encoder, say), encoder)
         if margin == "external"
         else None,
@@ -66,15 +71,23 @@ def fixed_captions(
     )
 
 
-def _kept(name: str, log: RunLog, compute: Callable[[], Tensor], encoder: DualEncoder) -> Tensor:
-    if (log.path / "arrays" / f"{name}.npz").is_file():
-        return torch.from_numpy(Run(log.path).array(f"arrays/{name}.npz")).to(encoder.device)
+def _kept(name: str, log: RunLog | SilentLog, compute: Callable[[], Tensor], encoder: DualEncoder) -> Tensor:
+    """The rows in the run, or new ones. The first rank looks; the others need not see its disk."""
+    there = shared(None if rank() else (log.path / "arrays" / f"{name}.npz").is_file())
+    if there:
+        stored = None if rank() else torch.from_numpy(Run(log.path).array(f"arrays/{name}.npz")).to(encoder.device)
+        return from_first(stored, encoder.device)
     rows = compute()
     log.save_array(name, rows.cpu().numpy())
     return rows
 
 
 def _external(recipe: Recipe, records: Sequence[Record], encoder: DualEncoder, say: Callable[[str], None]) -> Tensor:
+    """By the first rank, which has the encoder to itself."""
+    return from_first(None if rank() else _outside_rows(recipe, records, encoder, say), encoder.device)
+
+
+def _outside_rows(recipe: Recipe, records: Sequence[Record], encoder: DualEncoder, say: Callable[[str], None]) -> Tensor:
     name = recipe.objective.margin_encoder
     outside = load_text_encoder(name, device=str(encoder.device))
     rows, truncated = outside.embed([record.captions[0] for record in records])

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradscope.attach.towers import leaves
 from gradscope.distributed import averaged, is_sharded, local, summed, world
-from gradscope.encoders.dual import DualEncoder, evaluating
+from gradscope.encoders.dual import DualEncoder, blank_pixels, evaluating
 from gradscope.encoders.freeze import image_tower, text_tower_parts
 from gradscope.types import Batch, Embeddings
 
@@ -101,22 +101,12 @@ def _ddp(encoder: DualEncoder, tokens: bool) -> DistributedDataParallel:
 def _reached(encoder: DualEncoder, tokens: bool) -> set[int]:
     """id() of the parameters that the towers' rows depend on. In evaluation mode: nothing is drawn and no statistic moves."""
     ids = encoder.tokenize(["a", "b"]).ids.to(encoder.device)
-    pixels = blank_pixels(encoder, 2)
-    batch = Batch(ids=("a", "b"), images={"full": pixels}, texts={"full": ids}, lengths=ids.new_zeros(2), captions=("a", "b"))
+    images = {"full": blank_pixels(encoder, 2)}
+    batch = Batch(ids=("a", "b"), images=images, texts={"full": ids}, lengths=ids.new_zeros(2), captions=("a", "b"))
     with evaluating(encoder), torch.enable_grad():
         found = encoder.embed(batch, tokens=tokens)
     rows = [found.image, found.text, found.image_tokens, found.text_tokens]
     return set().union(*(leaves(part) for part in rows if part is not None))
-
-
-def blank_pixels(encoder: DualEncoder, count: int) -> Tensor:
-    """[count, 3, H, W] of zeros, in the size that the encoder takes."""
-    height, width = _size(encoder.config["preprocess_cfg"]["size"])
-    return torch.zeros(count, 3, height, width, device=encoder.device)
-
-
-def _size(size: int | Sequence[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 # ---- FSDP2

@@ -182,6 +182,13 @@ def _watchable(rows: Tensor) -> Tensor:
     return rows.requires_grad_() if torch.is_grad_enabled() and not rows.requires_grad else rows
 
 
+def blank_pixels(encoder: DualEncoder, count: int) -> Tensor:
+    """[count, 3, H, W] of zeros, in the size that the encoder takes."""
+    size = encoder.config["preprocess_cfg"]["size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.zeros(count, 3, height, width, device=encoder.device)
+
+
 @contextmanager
 def evaluating(encoder: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradient; restores the mode of every module."""
