@@ -46,7 +46,7 @@ def backward_strip(
                 down[column].addmm_(a.t(), image[block])
         if across is not None:
             across[block.start - strip.start : block.stop - strip.start] = product[:, : image.shape[1]]
-            along += (product.double() * cells.queries(block)).sum()
+            along += product.mul_(cells.queries(block)).sum(dim=1).double().sum()
     zeros = (strip.stop - strip.start) * len(cells) - masked_cells(cells, strip) - filled
     return Products(rows=across, columns=down, along=along if rows else None, zeros=zeros, shared=sides.share())
 

@@ -115,7 +115,7 @@ def pair_cosines(image: Tensor, text: Tensor, pairs: tuple[Tensor, Tensor]) -> T
 def add_pairs(target: Tensor, rows: Tensor, weights: Tensor, source: Tensor, columns: Tensor) -> None:
     """target[rows] += weights * source[columns], pair by pair and in place."""
     for k in _chunks(len(rows)):
-        target.index_add_(0, rows[k], (weights[k, None] * source[columns[k]].double()).to(target.dtype))
+        target.index_add_(0, rows[k], weights[k, None].to(target.dtype) * source[columns[k]])
 
 
 def log_sums(values: Tensor, index: Tensor, count: int) -> Tensor:

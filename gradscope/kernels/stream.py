@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,10 +30,11 @@ from gradscope.kernels.backward import backward_strip
 from gradscope.kernels.cells import SEVERAL, Cells, add_pairs, constant, log_sums, make_cells, pair_cosines, positive_pairs
 from gradscope.kernels.forward import forward_strip
 from gradscope.kernels.strip import FORMS, Products, Sums, Weights
+from gradscope.kernels.triton_found import TRITON, require_triton, triton_usable
 from gradscope.objectives.margin import MARGINS
 from gradscope.types import Anchors
 
-BACKENDS = ("auto", *FORMS)
+BACKENDS = ("auto", *FORMS, *TRITON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,8 @@ def stream(
         several: what captions of one group are to each other: "exclude" (no negatives) or "positives".
         top: K > 0 also reads which share of an image's residual lies on its 1 ... K hardest captions (that direction only: by column
             it would cost as much again).
-        backend: "auto"; on torch "shared" (one exp per cell where a check allows it) or "safe" (two).
+        backend: "auto"; on torch "shared" (one exp per cell where a check allows it) or "safe" (two); on NVIDIA GPUs "triton" (IEEE fp32
+            products), "triton-tf32x3" (about as exact) or "triton-tf32" (logits at scale 100 off by .01; never chosen by "auto").
 
     Raises:
         ValueError: an unknown word, shapes or dtypes that do not fit, a margin without its rows.
@@ -130,10 +131,13 @@ def stream(
 def _kernel(cells: Cells, backend: str) -> _Kernel:
     """Triton on a CUDA device that has it; else torch, which shares an exp only where the host may look at the logs (on the CPU)."""
     cuda = cells.image.device.type == "cuda"
-    if cuda and backend == "auto" and cells.image.dtype == torch.float32 and find_spec("triton") is not None:
-        from gradscope.kernels import triton_strip
+    if backend in TRITON or (backend == "auto" and triton_usable(cells.image)):
+        require_triton(cells.image)
+        from gradscope.kernels import triton_strip as strips
 
-        return _Kernel(forward=triton_strip.forward_strip, backward=triton_strip.backward_strip, words=triton_strip.words())
+        how = TRITON.get(backend, "ieee")
+        forward, backward = partial(strips.forward_strip, precision=how), partial(strips.backward_strip, precision=how)
+        return _Kernel(forward=forward, backward=backward, words=strips.words(how))
     form = "safe" if backend == "safe" or (cuda and backend == "auto") else "shared"
     how = "two exp per cell" if form == "safe" else "one exp per cell where its check passes"
     return _Kernel(forward=partial(forward_strip, form=form), backward=partial(backward_strip, form=form), words=f"torch blocks, {how}")
@@ -175,7 +179,7 @@ class _Stream(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor | None]:
         plan: _Plan = ctx.plan
         scale, logits, cosines, *logs = ctx.saved_tensors
         g = grad.double() / 2
