@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from gradscope.kernels import triton_strip, triton_tiles
 from gradscope.kernels.cells import Cells
+from gradscope.kernels.stream import stream
 from gradscope.kernels.triton_found import triton_usable, why_not
 
 #: Relative error of gradients that fp32 rows allow.
@@ -139,6 +140,11 @@ def test_what_the_kernels_lack_is_refused(dtype, precision, words):
 def test_the_cpu_has_the_torch_blocks():
     assert not triton_usable(torch.eye(3))
     assert why_not(torch.device("cpu")) == "cpu is no NVIDIA GPU"
+
+
+def test_triton_asked_for_in_vain_is_refused():
+    with pytest.raises(ValueError, match="cannot be used: cpu is no NVIDIA GPU; give backend 'auto'"):
+        stream(torch.eye(3), torch.eye(3), torch.ones(()), backend="triton")
 
 
 def test_torch_blocks_need_no_triton():

@@ -6,17 +6,28 @@ Triton itself is imported by ``triton_strip``, and only where this says yes: els
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 CAPABILITY = (8, 0)
+#: What ``stream`` calls a choice of Triton -> how it multiplies fp32 rows.
+TRITON = {"triton": "ieee", "triton-tf32x3": "tf32x3", "triton-tf32": "tf32"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def triton_usable(rows: Tensor) -> bool:
     """For rows of this dtype on this device; never waits for the device."""
-    return rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and rows.is_cuda and why_not(rows.device) == ""
+    return rows.dtype in DTYPES and why_not(rows.device) == ""
+
+
+def require_triton(rows: Tensor) -> None:
+    """Raises ValueError where the kernels were asked for and cannot be used."""
+    reason = why_not(rows.device) if rows.dtype in DTYPES else f"rows of {rows.dtype} were given, it takes float32, bfloat16 or float16"
+    if reason and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"the Triton kernels cannot be used: {reason}; give backend 'auto'")
 
 
 @lru_cache

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from gradscope.kernels.cells import Cells
 from gradscope.kernels.strip import Products, Sums, Weights
+from gradscope.kernels.triton_found import DTYPES
 from gradscope.kernels.triton_tiles import cells_kernel, sums_kernel
 
 PRECISIONS = {"ieee": "IEEE fp32", "tf32x3": "three-fold TF32", "tf32": "TF32"}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Cells of A at a time: 128 MB in fp32.
 CELLS = 2**25
 #: Cells whose tiles leave sums at a time: some 25 MB of them.
