@@ -36,6 +36,7 @@ GO_ON = {
     "train": "what was written is kept; to continue from the last checkpoint, give the same command with --resume",
     "sweep": "what was written is kept; to continue, give the same command again",
     "data fetch": "what was fetched is kept; to continue, give the same command again",
+    "data pack": "finished shards are kept; to continue, give the same command again",
     "probe": "checkpoints that were read are kept; choose another --output to start again",
     "demo": "what was written is kept; choose another --output to start again",
 }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradscope.cli.data_check import check
+from gradscope.cli.data_pack import pack, print_shards
 
 if TYPE_CHECKING:
     from gradscope.data.fetch import Fetched, Piece
@@ -29,6 +30,7 @@ DataDir = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON on stdout.")]
 
 app.command("check")(check)
+app.command("pack")(pack)
 
 
 @app.command("list")
@@ -58,11 +60,13 @@ def list_data(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 
 @app.command("info")
 def info_data(
-    name: Annotated[str, typer.Argument(help="A name of `gradscope data list`.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="A name of `gradscope data list`, or tar files of samples.", show_default=False)],
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
     """All that is known about one data set, and what is on disk and missing of it.
+
+    Of tar files: their splits, shards, records and bytes; those of a server are not fetched.
 
     Example: gradscope data info scenes
     """
@@ -70,7 +74,11 @@ def info_data(
 
     from gradscope.data import data_sets
     from gradscope.data.fetch import fetch_folder, piece
+    from gradscope.data.shard_names import names_shards
 
+    if name not in data_sets and names_shards(name):
+        print_shards(name, as_json=as_json)
+        return
     component = data_sets[name]
     info: DataInfo = component.info
     fact = _facts(name, info, data_dir)

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from gradscope.data.transfer import SPARE_BYTES, Patience, Remote, new_client, size_on_server, transfer
 from gradscope.paths import cache_folder
 
@@ -95,11 +97,11 @@ class ShardFetcher:
         needed = sum(size or 0 for size in sizes) - sum(_part(p).stat().st_size for p in missing if _part(p).is_file())
         free = shutil.disk_usage(folder).free
         unknown = sum(size is None for size in sizes)
-        amount = f"{needed / 1e9:,.2f} GB{f' and {unknown:,} of unknown size' if unknown else ''}"
-        self.say(f"fetching {len(missing):,} shards, {amount}, into {folder} ({free / 1e9:,.2f} GB free)")
+        amount = f"{decimal(needed)}{f' and {unknown:,} of unknown size' if unknown else ''}"
+        self.say(f"fetching {len(missing):,} shards, {amount}, into {folder} ({decimal(free)} free)")
         if needed + SPARE_BYTES > free:
             raise ValueError(
-                f"{len(missing):,} shards need {amount} and {folder} has {free / 1e9:,.2f} GB free; make room, or put the cache "
+                f"{len(missing):,} shards need {amount} and {folder} has {decimal(free)} free; make room, or put the cache "
                 "elsewhere with $GRADSCOPE_CACHE"
             )
         before, total = 0, sum(size or 0 for size in sizes)

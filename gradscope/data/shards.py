@@ -90,7 +90,7 @@ class Shards:
         return Path(os.path.commonpath([str(place.absolute()) for place in places])) if places else Path()
 
     def _read(self, split: str, shards: Sequence[Shard]) -> OwnRecords:
-        notes = [*self.found.notes, *self.found.manifest.get("notes", {}).get(split, [])]
+        notes = [*self.found.notes, *self.found.manifest.get("splits", {}).get(split, {}).get("notes", [])]
         indexes = list(self._indexes(shards))
         reading = _Reading(image_key=self.image_key.lower().lstrip("."), caption_key=self.caption_key, encoding=self.encoding)
         records = reading.records(indexes)
@@ -220,12 +220,13 @@ class _Reading:
         if not isinstance(item, dict) or not isinstance(item.get("id"), str) or not _are_captions(item.get("captions")):
             return None
         by_ending = {p.ending: p for p in sample.pieces}
+        try:
+            segments = tuple(_segment(s, sample, by_ending) for s in item.get("segments", []))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise _LeftOut('the "segments" of its .json are not {"caption", "box", "image"}') from None
+        aux = item.get("aux", {})
         return Record(
-            id=item["id"],
-            image=image,
-            captions=tuple(item["captions"]),
-            segments=tuple(_segment(s, sample, by_ending) for s in item.get("segments", [])),
-            aux=item.get("aux", {}),
+            id=item["id"], image=image, captions=tuple(item["captions"]), segments=segments, aux=aux if isinstance(aux, dict) else {}
         )
 
     def _captions(self, sample: _Sample) -> tuple[str, tuple[str, ...]]:
@@ -288,7 +289,16 @@ def _place(sample: _Sample, piece: Piece) -> str:
 def _segment(item: Mapping[str, Any], sample: _Sample, by_ending: Mapping[str, Piece]) -> Segment:
     box = item.get("box")
     crop = by_ending.get(item.get("image") or "")
-    return Segment(caption=item["caption"], box=tuple(box) if box else None, image=None if crop is None else _place(sample, crop))
+    if not isinstance(item["caption"], str):
+        raise TypeError("a caption is a string")
+    return Segment(caption=item["caption"], box=_box(box), image=None if crop is None else _place(sample, crop))
+
+
+def _box(value: Any) -> tuple[float, float, float, float] | None:
+    if value is None:
+        return None
+    left, top, right, bottom = map(float, value)
+    return left, top, right, bottom
 
 
 def _parsed(piece: Piece) -> object:

@@ -1,0 +1,350 @@
+"""Any data set -> tar files that WebDataset reads, with their index and a manifest.
+
+    OUTPUT/train-000000.tar             KEY.jpg (the picture, its bytes unchanged), KEY.json, KEY.txt; stored crops of segments too
+    OUTPUT/train-000000.index.jsonl     where everything lies in it (see ``shard_index``)
+    OUTPUT/shards.json                  splits, records, bytes and sha256 of every shard; written last: without it, it is not finished
+
+KEY is the id with everything but letters, digits, "_" and "-" written as %XX, because WebDataset ends a key at the first dot; the id
+itself stands in the .json ({"id", "captions", "segments", "aux"}), the first caption alone in the .txt. Records keep their order. The
+same data give the same bytes: no times, no users. A shard is written beside its name, read back, and only then put in place; a
+command that was stopped goes on behind the last finished shard.
+
+With ``side`` pictures whose shorter side is longer are resized to it and saved as JPEG (quality 95, full colour), boxes with them.
+
+How it can mislead: a resized picture is another picture: recall changes a little, and its file no longer matches the original's in a
+check for overlap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from PIL import Image
+from rich.filesize import decimal
+
+from gradscope import __version__
+from gradscope.data.images import load_rgb, opened
+from gradscope.data.members import content, content_size, is_there
+from gradscope.data.shard_index import ShardIndex, beside, load, save, scan
+from gradscope.data.shard_names import MANIFEST, MANIFEST_FORMAT
+from gradscope.data.shards import PICTURE_ENDINGS
+from gradscope.data.source import DataSource
+from gradscope.data.usable import usable
+from gradscope.types import Record, Segment
+
+PLAN = ".pack.json"
+_LOCK = ".pack.lock"
+_TEXT_BYTES = 4096  # about what a record takes beside its picture: two texts, three headers, padding
+_QUALITY = 95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large a shard becomes: ``records`` of them, or where that is 0, as many as fit into ``bytes``. ``side``: see the module."""
+
+    bytes: int = 10**9
+    records: int = 0
+    side: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packer:
+    """How to pack, and who is told.
+
+    Args:
+        workers: threads that read (and resize) pictures.
+        allow_missing: leave records without a picture out, counted.
+        advance: told (records done, records in all).
+    """
+
+    sizes: Sizes = field(default_factory=Sizes)
+    workers: int = 2
+    allow_missing: bool = False
+    say: Callable[[str], None] = print
+    advance: Callable[[int, int], None] = field(default=lambda done, total: None)
+
+    def __call__(self, source: DataSource, splits: Sequence[str], output: Path) -> Mapping[str, Any]:
+        """The manifest of the finished pack.
+
+        Raises:
+            ValueError: no such split, pictures that are missing, an output that is taken, or no room on the disk.
+        """
+        read = {split: self._records(source, split) for split in splits}
+        plan = {"source": source.name, "version": __version__, "sizes": asdict(self.sizes), "splits": _fingerprints(source, read)}
+        with _alone(output):
+            _claim(output, plan)
+            self._refuse_full_disk(output, [record for records, _ in read.values() for record in records])
+            done, total = 0, sum(len(records) for records, _ in read.values())
+            facts = {}
+            for split, (records, notes) in read.items():
+                facts[split] = self._split(output, key_of(split), records, notes, done, total)
+                done += len(records)
+            return _finish(output, source, facts)
+
+    def _records(self, source: DataSource, split: str) -> tuple[list[Record], list[str]]:
+        if "+" in split:
+            raise ValueError(f"'{split}' joins splits; pack each by itself (--split a --split b), and join them when reading")
+        found = source.read(split)
+        kept = usable(found.records, allow_missing=self.allow_missing, on_bad_image="error", workers=0)
+        return list(kept.records), [*found.notes, *kept.notes]
+
+    def _refuse_full_disk(self, output: Path, records: Sequence[Record]) -> None:
+        here = sum(path.stat().st_size for path in output.iterdir())
+        needed = sum(content_size(str(record.image)) + _TEXT_BYTES for record in records)
+        free = shutil.disk_usage(output).free
+        most = "at most" if self.sizes.side else "about"
+        self.say(f"packing {len(records):,} records, {most} {decimal(needed)}, into {output} ({decimal(free)} free)")
+        if needed - here > free:
+            raise ValueError(
+                f"{output} has {free / 1e9:,.2f} GB free and {needed / 1e9:,.2f} GB are needed; make room or choose another"
+            )
+
+    def _split(
+        self, output: Path, name: str, records: Sequence[Record], notes: Sequence[str], before: int, total: int
+    ) -> dict[str, Any]:
+        shards = _finished(output, name, records)
+        start = sum(shard["records"] for shard in shards)
+        if start:
+            self.say(f"{name}: {len(shards):,} finished shards with {start:,} records are kept")
+        self.advance(before + start, total)
+        lost_crops = 0
+        prepared = self._prepared(records[start:])
+        waiting = next(prepared, None)
+        while waiting is not None:
+            tar = output / f"{name}-{len(shards):06}.tar"
+            with _new_shard(tar) as (sink, digest):
+                count = 0
+                while waiting is not None and (count == 0 or not self._full(count, sink.offset + _room(waiting[1]))):
+                    _add(sink, waiting[0], waiting[1])
+                    lost_crops += waiting[2]
+                    count, start = count + 1, start + 1
+                    self.advance(before + start, total)
+                    waiting = next(prepared, None)
+            shards.append(_indexed(tar, count, digest.hexdigest()))
+        crops = [f"{lost_crops:,} stored crops of segments are not on disk and were left out"] if lost_crops else []
+        return {
+            "records": len(records),
+            "captions": sum(len(record.captions) for record in records),
+            "bytes": sum(shard["bytes"] for shard in shards),
+            "notes": [f"when packed: {note}" for note in (*notes, *crops)],
+            "shards": shards,
+        }
+
+    def _full(self, count: int, size: int) -> bool:
+        return count >= self.sizes.records if self.sizes.records else size > self.sizes.bytes
+
+    def _prepared(self, records: Sequence[Record]) -> Iterator[tuple[str, dict[str, bytes], int]]:
+        """(key, ending -> bytes, crops left out) of each record in order, a few of them read ahead."""
+        with ThreadPoolExecutor(max(1, self.workers)) as pool:
+            ahead: deque[Any] = deque()
+            try:
+                for record in records:
+                    ahead.append(pool.submit(_members, record, self.sizes.side))
+                    if len(ahead) > 2 * self.workers:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+
+def key_of(identity: str) -> str:
+    """A key that WebDataset does not cut: ``urllib.parse.unquote`` gives the id back."""
+    return "".join(c if c.isalnum() or c in "_-" else "".join(f"%{byte:02X}" for byte in c.encode()) for c in identity)
+
+
+def bytes_of(amount: str) -> int:
+    """ "1GB", "500 MB", "1.5GiB" or a plain number of bytes. Raises ValueError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", amount.lower())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"--shard-size is a number of bytes such as 500MB, 1GB or 1GiB; got '{amount}'")
+    return round(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
+
+
+def _members(record: Record, side: int) -> tuple[str, dict[str, bytes], int]:
+    picture, ending, (across, down) = _picture(str(record.image), side)
+    members = {ending: picture}
+    segments, lost = [], 0
+    for number, segment in enumerate(record.segments):
+        name = None
+        if segment.image is not None and is_there(segment.image):
+            crop, crop_ending, _ = _picture(segment.image, side)
+            name = f"segment{number}.{crop_ending}"
+            members[name] = crop
+        lost += segment.image is not None and name is None
+        segments.append(_plain_segment(segment, name, across, down))
+    text: dict[str, Any] = {"id": record.id, "captions": list(record.captions)}
+    text |= {"segments": segments} if segments else {}
+    text |= {"aux": dict(record.aux)} if record.aux else {}
+    members["json"] = json.dumps(text, ensure_ascii=False).encode()
+    members["txt"] = record.captions[0].encode()
+    return key_of(record.id), members, lost
+
+
+def _plain_segment(segment: Segment, name: str | None, across: float, down: float) -> dict[str, Any]:
+    box = None if segment.box is None else [n * factor for n, factor in zip(segment.box, (across, down) * 2, strict=True)]
+    return {"caption": segment.caption, "box": box, "image": name}
+
+
+def _picture(path: str, side: int) -> tuple[bytes, str, tuple[float, float]]:
+    """Bytes, ending, and by what factors its width and height changed."""
+    if side:
+        image = load_rgb(path)
+        if min(image.size) > side:
+            ratio = side / min(image.size)
+            width, height = (max(side, round(length * ratio)) for length in image.size)
+            sink = io.BytesIO()
+            image.resize((width, height), Image.Resampling.BICUBIC).save(sink, "JPEG", quality=_QUALITY, subsampling=0)
+            return sink.getvalue(), "jpg", (width / image.width, height / image.height)
+    return content(path), _ending(path), (1.0, 1.0)
+
+
+def _ending(path: str) -> str:
+    """That of the name, where it is a picture's; else by the content."""
+    ending = Path(path).suffix.lower().removeprefix(".")
+    if ending in PICTURE_ENDINGS:
+        return ending
+    with opened(path) as image:
+        kind = (image.format or "").lower()
+    return {"jpeg": "jpg", "mpo": "jpg", "jpeg2000": "jp2"}.get(kind, kind)
+
+
+class _Hashed:
+    """A file that is hashed as it is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def write(self, block: bytes) -> int:
+        self.digest.update(block)
+        return self._file.write(block)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+@contextmanager
+def _new_shard(tar: Path) -> Iterator[tuple[tarfile.TarFile, Any]]:
+    """Under its name only when all of it is on the disk."""
+    partial = tar.with_name(f".{tar.name}.partial")
+    with partial.open("wb") as file:
+        hashed = _Hashed(file)
+        with tarfile.open(fileobj=hashed, mode="w", format=tarfile.PAX_FORMAT) as sink:  # type: ignore[call-overload]
+            yield sink, hashed.digest
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(tar)
+
+
+def _add(sink: tarfile.TarFile, key: str, members: Mapping[str, bytes]) -> None:
+    for ending in sorted(members):
+        entry = tarfile.TarInfo(f"{key}.{ending}")
+        entry.size, entry.mode = len(members[ending]), 0o644
+        sink.addfile(entry, io.BytesIO(members[ending]))
+        sink.members = []  # type: ignore[attr-defined]  # it keeps all it has written
+
+
+def _room(members: Mapping[str, bytes]) -> int:
+    """Bytes of a record in a tar: a header for each member, contents in whole blocks."""
+    return sum(tarfile.BLOCKSIZE * (1 - (-len(member) // tarfile.BLOCKSIZE)) for member in members.values())
+
+
+def _indexed(tar: Path, count: int, sha256: str) -> dict[str, Any]:
+    """Reads the shard back and keeps what is in it. Raises OSError if it is not what was written."""
+    index = replace(scan(tar), sha256=sha256, changed=0)
+    if len(index.runs) != count or index.skipped:
+        raise OSError(f"{tar} was not written as it should be: {len(index.runs)} of {count} records, {dict(index.skipped)}")
+    save(beside(tar), index)
+    return _facts(tar, index)
+
+
+def _facts(tar: Path, index: ShardIndex) -> dict[str, Any]:
+    return {"name": tar.name, "records": len(index.runs), "bytes": index.size, "sha256": index.sha256}
+
+
+def _finished(output: Path, name: str, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The shards of an earlier try that hold the first records, in order."""
+    shards: list[dict[str, Any]] = []
+    start = 0
+    while (tar := output / f"{name}-{len(shards):06}.tar").is_file():
+        index = load(beside(tar), tar)
+        if index is None or [run.key for run in index.runs] != [key_of(r.id) for r in records[start : start + len(index.runs)]]:
+            break
+        start += len(index.runs)
+        shards.append(_facts(tar, index))
+    return shards
+
+
+def _fingerprints(source: DataSource, read: Mapping[str, tuple[list[Record], list[str]]]) -> dict[str, str]:
+    """sha256 of what is packed, by split."""
+    digests = {}
+    for split, (records, _) in read.items():
+        digest = hashlib.sha256()
+        for record in records:
+            row = [record.id, os.path.relpath(str(record.image), source.folder), record.captions, list(map(asdict, record.segments))]
+            digest.update(json.dumps(row, default=str).encode())
+        digests[split] = digest.hexdigest()
+    return digests
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output '{output}' is a file; name a folder that does not exist yet")
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"another process is packing into '{output}'; wait for it, or choose another --output") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _claim(output: Path, plan: Mapping[str, Any]) -> None:
+    """A new folder, or one that an unfinished pack of the same left."""
+    if (output / MANIFEST).is_file():
+        raise ValueError(f"'{output}' holds a finished pack ({MANIFEST}); choose another --output, or delete it first")
+    kept = output / PLAN
+    if not kept.is_file():
+        if any(path.name != _LOCK for path in output.iterdir()):
+            raise ValueError(f"'{output}' is not empty and no unfinished pack; choose another --output")
+        kept.write_text(json.dumps(plan), encoding="utf-8")
+    elif kept.read_text(encoding="utf-8") != json.dumps(plan):
+        raise ValueError(f"'{output}' holds an unfinished pack of other data or settings; choose another --output, or delete it first")
+    for left in output.glob(".*.partial"):
+        left.unlink()
+
+
+def _finish(output: Path, source: DataSource, facts: Mapping[str, dict[str, Any]]) -> Mapping[str, Any]:
+    default = source.default_split if set(source.default_split.split("+")) <= set(facts) else ""
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "made_by": f"gradscope {__version__}",
+        "source": source.name,
+        "default_split": default or ("test" if "test" in facts else next(iter(facts))),
+        "splits": facts,
+    }
+    partial = output / f".{MANIFEST}.partial"
+    partial.write_text(json.dumps(manifest, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    partial.replace(output / MANIFEST)
+    (output / PLAN).unlink()
+    return manifest
