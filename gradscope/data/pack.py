@@ -109,7 +109,7 @@ class Packer:
         self.say(f"packing {len(records):,} records, {most} {decimal(needed)}, into {output} ({decimal(free)} free)")
         if needed - here > free:
             raise ValueError(
-                f"{output} has {free / 1e9:,.2f} GB free and {needed / 1e9:,.2f} GB are needed; make room or choose another"
+                f"'{output}' has {decimal(free)} free and {decimal(needed)} are needed; make room, or choose another --output"
             )
 
     def _split(
