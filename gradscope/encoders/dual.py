@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradscope.encoders.reach import unreached_rows
+from gradscope.encoders.token_cache import tokenize_once
 from gradscope.encoders.tokenizer import Tokenized, wrapped
 from gradscope.encoders.tokens import check_tokens, image_tokens, text_tokens
 from gradscope.types import Batch, Embeddings
@@ -98,8 +99,11 @@ class DualEncoder(nn.Module):
     # ---- text and pixels
 
     def tokenize(self, captions: Sequence[str]) -> Tokenized:
-        """Captions -> ids and true lengths. The last kept token of a caption that is too long is end-of-text."""
-        return self.tokenizer.tokenize(captions)
+        """Captions -> ids and true lengths. The last kept token of a caption that is too long is end-of-text.
+
+        The ids of many captions are kept on disk (see `gradscope.encoders.token_cache`).
+        """
+        return tokenize_once(self.tokenizer, captions)
 
     def preprocess(self) -> Any:
         """PIL RGB image -> float32 [3, H, W], open_clip's evaluation transform of this model."""

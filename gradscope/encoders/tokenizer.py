@@ -17,9 +17,14 @@ How it can mislead: ``lengths`` of two families do not compare; SigLIP's has no 
 from __future__ import annotations
 
 import gzip
+import hashlib
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,6 +40,8 @@ STOCK_VOCABULARY = 49408
 #: Files of which a folder with a Hugging Face tokenizer has at least one.
 HF_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 
+#: Counts up when this file or ``byte_pairs`` gives other ids than before.
+RULES = 1
 #: Captions whose ids are held as lists at a time.
 AT_ONCE = 4096
 
@@ -76,8 +83,21 @@ class Tokenizer(ABC):
         """The ids of each caption without the frame."""
 
     @abstractmethod
+    def vocabulary(self) -> str | None:
+        """All that decides ``contents`` and is no version of a library, as text; None where it cannot be told."""
+
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes what ``make_tokenizer(config, folder)`` and open_clip's ``local-dir:`` need beside the configuration."""
+
+    @cached_property
+    def identity(self) -> str | None:
+        """The same for two tokenizers only if they give the same ids; None where that cannot be told."""
+        words = self.vocabulary()
+        if words is None:
+            return None
+        frame = (self.context, self.prefix, self.suffix, self.tail, self.pad, _cleaning(self.source.clean_fn))
+        return hashlib.sha256(repr((RULES, frame, _versions())).encode() + words.encode("utf-8", "surrogatepass")).hexdigest()
 
     def tokenize(self, captions: Sequence[str]) -> Tokenized:
         """Captions -> padded ids and true lengths."""
@@ -135,6 +155,9 @@ class ClipTokenizer(Tokenizer):
     def contents(self, captions: Sequence[str]) -> list[list[int]]:
         return [self.pairs.encode(caption) for caption in captions]
 
+    def vocabulary(self) -> str:
+        return repr((self.source.encoder, self.source.bpe_ranks, self.source.all_special_ids, self.source.pat.pattern))
+
     def save(self, folder: Path) -> None:
         """``bpe.txt.gz``, unless the merges are CLIP's stock ones."""
         if self.vocab_size == STOCK_VOCABULARY:
@@ -179,9 +202,28 @@ class HFTokenizer(Tokenizer):
         separator = self.source.tokenizer.sep_token_id
         return [[0 if token == separator else token for token in row] for row in rows]
 
+    def vocabulary(self) -> str | None:
+        backend = getattr(self.source.tokenizer, "backend_tokenizer", None)  # the slow ones have none
+        return None if backend is None else f"{self.source.strip_sep_token}{backend.to_str()}"
+
     def save(self, folder: Path) -> None:
         """The tokenizer's own files."""
         self.source.save_pretrained(str(folder))
+
+
+def _cleaning(clean: Any) -> str:
+    """A name for one of open_clip's cleaning functions; they may be partial."""
+    inner = getattr(clean, "func", clean)
+    return f"{inner.__module__}.{inner.__qualname__} {getattr(clean, 'args', '')} {getattr(clean, 'keywords', '')}"
+
+
+def _versions() -> dict[str, str]:
+    """Of everything that turns a caption into ids, as far as it is installed."""
+    found = {"unicode": unicodedata.unidata_version}
+    for name in ("open_clip_torch", "ftfy", "regex", "transformers", "tokenizers"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def wrapped(tokenizer: Any) -> Tokenizer:

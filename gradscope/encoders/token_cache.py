@@ -1,0 +1,104 @@
+"""Captions that were tokenized once: ids and lengths of a whole data set in one file.
+
+    <cache folder>/tokens/<digest>.safetensors      ids [N, L] in 2 or 4 bytes each, lengths [N] in 8, a checksum
+The digest is of every caption in its order, of the tokenizer (vocabulary, merges, cleaning, context, frame) and of the versions of all
+that decides ids, so an entry is right or not found. It is written beside its place and moved there whole: processes that start
+together write the same bytes, and none reads half a file. An entry whose checksum fails is made anew, and said; a folder that cannot
+be written is said too, and the captions are tokenized each time. The entries used longest ago go when all are larger than ``ROOM``.
+
+Below ``WORTHWHILE`` captions no file is read or written. Measured 2026-11-30 on one busy core of an AMD EPYC with 5,000 captions of
+140 tokens: 1.0 s to tokenize them in a new process; 0.1 s to digest the tokenizer and them, and to read the entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gradscope.console import console
+from gradscope.encoders.tokenizer import Tokenized, Tokenizer
+from gradscope.paths import cache_folder
+
+#: Captions from which a file is faster than the tokenizer by more than anyone would notice.
+WORTHWHILE = 2_000
+#: Bytes of all entries together.
+ROOM = 4 * 2**30
+_DIGESTED_AT_ONCE = 4096
+
+
+def tokenize_once(tokenizer: Tokenizer, captions: Sequence[str]) -> Tokenized:
+    """As ``tokenizer.tokenize(captions)``, from the cache where they were tokenized before."""
+    identity = tokenizer.identity if len(captions) >= WORTHWHILE else None
+    if identity is None:
+        return tokenizer.tokenize(captions)
+    path = cache_folder() / "tokens" / f"{_digest(identity, captions)}.safetensors"
+    found = _read(path, (len(captions), tokenizer.context)) if path.is_file() else None
+    if found is None:
+        found = tokenizer.tokenize(captions)
+        _write(path, found)
+    return found
+
+
+def _digest(identity: str, captions: Sequence[str]) -> str:
+    digest = hashlib.sha256(identity.encode())
+    for start in range(0, len(captions), _DIGESTED_AT_ONCE):
+        piece = captions[start : start + _DIGESTED_AT_ONCE]
+        digest.update(np.fromiter(map(len, piece), "<i8", len(piece)).tobytes())  # where one ends and the next begins
+        digest.update("".join(piece).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:40]
+
+
+def _read(path: Path, shape: tuple[int, int]) -> Tokenized | None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            ids, lengths, checksum = file.get_tensor("ids"), file.get_tensor("lengths"), (file.metadata() or {}).get("checksum")
+        os.utime(path)  # used now
+    except (SafetensorError, OSError) as error:
+        return _damaged(path, str(error))
+    if ids.shape != shape or lengths.shape != shape[:1] or checksum != _checksum(ids, lengths):
+        return _damaged(path, "its checksum differs")
+    return Tokenized(ids=torch.from_numpy(ids.astype(np.int64)), lengths=torch.from_numpy(lengths))
+
+
+def _damaged(path: Path, why: str) -> None:
+    console.print(f"token cache: '{path}' is damaged ({why}); the captions are tokenized again", style="yellow", soft_wrap=True)
+
+
+def _checksum(ids: np.ndarray, lengths: np.ndarray) -> str:
+    return f"{zlib.crc32(lengths, zlib.crc32(ids)):08x}"
+
+
+def _write(path: Path, tokenized: Tokenized) -> None:
+    from safetensors.numpy import save
+
+    small = int(tokenized.ids.max()) < 2**16
+    ids, lengths = tokenized.ids.numpy().astype(np.uint16 if small else np.int32), tokenized.lengths.numpy()
+    content = save({"ids": ids, "lengths": lengths}, {"checksum": _checksum(ids, lengths)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
+        _make_room(path.parent)
+    except OSError as error:
+        what = f"token cache: '{path.parent}' cannot be written ({error.strerror}); the captions are tokenized again next time"
+        console.print(what, style="yellow", soft_wrap=True)
+
+
+def _make_room(folder: Path) -> None:
+    """Removes the entries used longest ago until the others fit."""
+    entries = sorted(((file.stat(), file) for file in folder.glob("*.safetensors")), key=lambda entry: -entry[0].st_mtime_ns)
+    total = 0
+    for number, (facts, file) in enumerate(entries):
+        total += facts.st_size
+        if total > ROOM and number > 0:
+            file.unlink(missing_ok=True)
