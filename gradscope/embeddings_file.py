@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradscope.evaluate import Embedded
-from gradscope.metrics.ranks import check_gallery
+from gradscope.metrics.gallery_scores import check_gallery
 from gradscope.protocol import Protocol, read_protocol
 
 SCHEMA, VERSION = "gradscope.embeddings", "1"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradscope.evaluate import Embedded
-from gradscope.metrics.ranks import finite_rows
+from gradscope.metrics.gallery_scores import finite_rows
 
 
 @dataclass(frozen=True, kw_only=True)

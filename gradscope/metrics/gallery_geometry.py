@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gradscope.metrics import embedding_geometry as measure
-from gradscope.metrics.ranks import check_gallery, finite_rows
+from gradscope.metrics.gallery_scores import check_gallery, finite_rows
 
 Progress = Callable[[int, int], None]  # (strips done, strips in all)
 

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradscope.metrics.bootstrap import RESAMPLES, mean_interval
-from gradscope.metrics.ranks import Ranks, finite, finite_rows
+from gradscope.metrics.gallery_scores import finite, finite_rows
+from gradscope.metrics.ranks import Ranks
 from gradscope.metrics.recall import hit_probability
 
 Array = NDArray[np.float64]

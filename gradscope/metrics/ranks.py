@@ -7,10 +7,11 @@ For a query with best positive score s+ and the scores s_j of all candidates tha
 with t = ``TIE_TOLERANCE``. Image -> text: the positives of an image are all its captions, and the best-placed one counts; its
 other captions never count against it. Text -> image: the positive of a caption is its one image.
 
-Scores are inner products formed in float64 from the embeddings as given. Rounding then stays near 1e-16 whatever the tile or
-the order of the gallery, far below t, so that equal embeddings tie and nothing else does, and the counts do not depend on block
-size, thread count or permutation. (In float32 the last digit of a product depends on its place in the tile: a positive formed
-elsewhere can even be beaten by itself.)
+Scores are inner products in float64 of the embeddings as given. Rounding then stays near 1e-16 whatever the tile or the order of the
+gallery, far below t, so that equal embeddings tie and nothing else does, and the counts do not depend on block size, thread count or
+permutation. (In float32 the last digit of a product depends on its place in the tile: a positive formed elsewhere can even be beaten
+by itself.) Tiles are fp32 all the same: a score that is farther from s+ than an fp32 product can be wrong is counted as it is, the few
+others are formed again in float64, and a tile with many such scores is float64 throughout. The counts are those of float64.
 
 How to read it: ``greater`` is the best rank minus one; the ties are what chance decides, and recall.py takes the expectation.
 How it can mislead: rows are used as given, so they must be unit rows if the score is to be a cosine. A row that is not finite
@@ -20,13 +21,20 @@ scores below everything; if it is the query, or the query's only positive, the q
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, product
 
 import torch
 from torch import Tensor
 
-#: Scores closer than this are tied.
-TIE_TOLERANCE = 1e-12
+from gradscope import distributed
+from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tile, Tiles
+from gradscope.products import fast_fp32
+
+_CROWDED = 1 / 64  # share of a tile's scores that must be formed again, from which on the tile is float64: about as slow
+_UNIT = 2.0**-24  # of fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,93 +61,117 @@ class Ranks:
 
 
 @torch.no_grad()
-def ranks(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int = 1024) -> tuple[Ranks, Ranks]:
+def ranks(
+    images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int | None = None, shared: bool = False
+) -> tuple[Ranks, Ranks]:
     """Both directions, (image -> text, text -> image), in one pass over the scores.
 
     Args:
         images: [N, D], any float dtype.
         texts: [M, D].
         image_of_text: int64 [M], the row of the image that each caption describes.
-        block: tile edge; memory is O(block * (block + D)), beside a few integers per row.
+        block: tile edge (default: 1024 on a CPU, 8192 on a GPU); memory is O(block * (block + D)), beside a few integers per row.
+        shared: the tiles are dealt out over the processes of torch.distributed, all of which must hold the same rows. A collective;
+            each process gets the whole answer, and it is that of one process.
 
     Raises:
-        ValueError: if the shapes do not fit, or an image has no caption.
+        ValueError: if the shapes do not fit, or an image has no caption; if ``shared``, also if processes hold different rows.
     """
-    check_gallery(images, texts, image_of_text)
-    if images.device.type == "mps":  # has no float64
-        images, texts = images.cpu(), texts.cpu()
-    image_of_text = image_of_text.to(images.device)
-    good_image, good_text = finite_rows(images), finite_rows(texts)
-    positive = positive_scores(images, texts, image_of_text, block)  # [M]
-    positive[~(good_text & good_image[image_of_text])] = -torch.inf
-    best = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=images.device)
-    best.scatter_reduce_(0, image_of_text, positive, "amax")  # [N]
+    gallery = Gallery.of(images, texts, image_of_text)
+    if shared:
+        gallery.refuse_different()
+    block = block or (8192 if gallery.images.is_cuda else 1024)
+    positive = gallery.positive_scores(block)  # [M]
+    best = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=positive.device)
+    best.scatter_reduce_(0, gallery.owner, positive, "amax")  # [N]
+    by_image, by_text = _counted(gallery, best, positive, block, shared)
 
-    by_image = torch.zeros(2, len(images), dtype=torch.int64, device=images.device)  # greater, greater or tied
-    by_text = torch.zeros(2, len(texts), dtype=torch.int64, device=images.device)
-    for i in range(0, len(images), block):
-        for j in range(0, len(texts), block):
-            rows, columns = slice(i, i + block), slice(j, j + block)
-            tile = finite(images[rows]) @ finite(texts[columns]).T  # [rows, columns]
-            tile.masked_fill_(~good_image[rows, None], -torch.inf)
-            tile.masked_fill_(~good_text[columns], -torch.inf)
-            leave_out_positives(tile, image_of_text[columns] - i)
-            by_image[:, rows] += _counts(tile, best[rows, None], dim=1)
-            by_text[:, columns] += _counts(tile, positive[columns], dim=0)
-
-    own = torch.bincount(image_of_text, minlength=len(images))
-    tied_own = torch.bincount(image_of_text[positive >= best[image_of_text] - TIE_TOLERANCE], minlength=len(images))
-    everyone = torch.arange(len(images), device=images.device)
-    one = torch.ones_like(image_of_text)
+    own = torch.bincount(gallery.owner, minlength=len(images))
+    tied_own = torch.bincount(gallery.owner[positive >= best[gallery.owner] - TIE_TOLERANCE], minlength=len(images))
+    everyone = torch.arange(len(images), device=positive.device)
+    one = torch.ones_like(gallery.owner)
     return (
         _result("i2t", by_image, best, tied_own, everyone, len(texts) - own, len(texts)),
-        _result("t2i", by_text, positive, one, image_of_text, len(images) - one, len(images)),
+        _result("t2i", by_text, positive, one, gallery.owner, len(images) - one, len(images)),
     )
 
 
-def check_gallery(images: Tensor, texts: Tensor, image_of_text: Tensor) -> None:
-    """Raises ValueError unless images [N, D], texts [M, D] and image_of_text int64 [M] belong together."""
-    if images.ndim != 2 or texts.ndim != 2 or images.shape[1] != texts.shape[1] or not len(images) or not len(texts):
-        shapes = f"{list(images.shape)} and {list(texts.shape)}"
-        raise ValueError(f"image and text rows have shapes {shapes}; give [N, D] and [M, D] with N, M > 0 and one D.")
-    if image_of_text.shape != (len(texts),) or image_of_text.dtype != torch.int64:
-        raise ValueError(f"image_of_text must be int64 of shape [{len(texts)}], one image row per caption.")
-    low, high = int(image_of_text.min()), int(image_of_text.max())
-    if low < 0 or high >= len(images):
-        raise ValueError(f"image_of_text must hold image rows, 0 to {len(images) - 1}; it goes from {low} to {high}.")
-    lonely = len(images) - len(image_of_text.unique())
-    if lonely:
-        raise ValueError(f"{lonely} of {len(images)} images have no caption; leave them out, or give each at least one.")
+def _counted(gallery: Gallery, best: Tensor, positive: Tensor, block: int, shared: bool) -> tuple[Tensor, Tensor]:
+    """int64 [2, N] and [2, M]: how many negatives score above the tie band of each query, and how many above its lower edge."""
+    counts = torch.zeros(2, len(best) + len(positive), dtype=torch.int64, device=best.device)
+    by_image, by_text = counts.split([len(best), len(positive)], dim=1)
+    level = [torch.where(torch.isneginf(scores), torch.inf, scores) for scores in (best, positive)]  # the lost count nobody
+    part = (distributed.rank(), distributed.world()) if shared else (0, 1)
+    places = product(range(0, len(best), block), range(0, len(positive), block))
+    with _tiles(gallery, block) as tiles:
+        for i, j in islice(places, part[0], None, part[1]):
+            rows, columns = slice(i, i + block), slice(j, j + block)
+            found = _tile_counts(tiles, i, j, level[0][rows], level[1][columns])
+            by_image[:, rows] += found[0]
+            by_text[:, columns] += found[1]
+    counts = distributed.summed(counts) if shared else counts
+    return counts[:, : len(best)], counts[:, len(best) :]
 
 
-def finite_rows(rows: Tensor) -> Tensor:
-    """bool [N]: rows whose squared norm is finite, so that no product of two such rows can overflow."""
-    return torch.isfinite(torch.linalg.vector_norm(rows.float(), dim=1).square())
+@contextmanager
+def _tiles(gallery: Gallery, block: int) -> Iterator[Tiles]:
+    if gallery.small:
+        yield Tiles(gallery, block, None)
+    else:
+        with fast_fp32(gallery.images.device, *gallery.shapes(block)) as products:
+            yield Tiles(gallery, block, products)
 
 
-def finite(rows: Tensor) -> Tensor:
-    """Rows in float64 with non-finite rows zeroed, which keeps NaN out of their neighbours' products."""
-    return torch.where(finite_rows(rows)[:, None], rows.double(), 0.0)
+def _tile_counts(tiles: Tiles, i: int, j: int, image_level: Tensor, text_level: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [2, R] and [2, C] of one tile."""
+    tile = tiles.tile(i, j)
+    if not tile.exact:
+        sides = _Side(tiles, tile, image_level, dim=1), _Side(tiles, tile, text_level, dim=0)
+        unsure = int(sides[0].unsure.sum() + sides[1].unsure.sum())
+        if unsure <= _CROWDED * tile.scores.numel():
+            if unsure:
+                sides[0].settle(lambda query, other: tiles.exact(i + query, j + other))
+                sides[1].settle(lambda query, other: tiles.exact(i + other, j + query))
+            return sides[0].counts, sides[1].counts
+        tile = tiles.double(i, j)
+    return _exact_counts(tile.scores, image_level[:, None], 1), _exact_counts(tile.scores, text_level, 0)
 
 
-def positive_scores(images: Tensor, texts: Tensor, image_of_text: Tensor, block: int) -> Tensor:
-    """float64 [M]: each caption's inner product with its own image; 0 where a row is not finite."""
-    parts = [
-        (finite(images[own]) * finite(rows)).sum(1) for rows, own in zip(texts.split(block), image_of_text.split(block), strict=True)
-    ]
-    return torch.cat(parts)  # float64 [M]
+class _Side:
+    """The counts of one direction in an fp32 tile, whose queries are its rows (dim 1) or its columns (dim 0)."""
+
+    def __init__(self, tiles: Tiles, tile: Tile, level: Tensor, dim: int) -> None:
+        error = (tile.row_error if dim else tile.column_error) + 2.0 * _UNIT * level.abs() + 1e-30  # thresholds are rounded, too
+        scratch = tiles.scratch(*tile.scores.shape)
+        self._scores, scratch = (tile.scores, scratch) if dim else (tile.scores.T, scratch.T)
+        self._level = level
+        self._high = (level + TIE_TOLERANCE + error).float()
+        self._low = (level - TIE_TOLERANCE - error).float().clamp_min(torch.finfo(torch.float32).min)  # above minus infinity
+        # 0 or 1 in fp32, which torch makes and adds faster than bool.
+        above = torch.gt(self._scores, self._high[:, None], out=scratch).sum(1)
+        reached = torch.ge(self._scores, self._low[:, None], out=scratch).sum(1)
+        self.counts = torch.stack([above, reached]).long()
+
+    @property
+    def unsure(self) -> Tensor:
+        """int64 [Q]: scores that fp32 cannot place."""
+        return self.counts[1] - self.counts[0]
+
+    def settle(self, exact: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Forms them again; ``exact`` gives the scores of paired numbers of queries and candidates."""
+        some = torch.nonzero(self.unsure)[:, 0]
+        scores = self._scores[some]
+        query, other = torch.nonzero((scores >= self._low[some, None]) & (scores <= self._high[some, None]), as_tuple=True)
+        query = some[query]
+        score, level = exact(query, other), self._level[query]
+        self.counts[0].index_add_(0, query, (score > level + TIE_TOLERANCE).long())
+        self.counts[1].index_add_(0, query, -(score < level - TIE_TOLERANCE).long())
 
 
-def leave_out_positives(tile: Tensor, row_of_column: Tensor) -> None:
-    """Set the score of every positive pair in the tile to minus infinity."""
-    columns = torch.nonzero((row_of_column >= 0) & (row_of_column < len(tile)))[:, 0]
-    tile[row_of_column[columns], columns] = -torch.inf
-
-
-def _counts(tile: Tensor, positive: Tensor, dim: int) -> Tensor:
-    """int64 [2, Q]: how many scores lie above the tie band, and how many above its lower edge."""
-    above = (tile > positive + TIE_TOLERANCE).sum(dim)
-    return torch.stack([above, (tile >= positive - TIE_TOLERANCE).sum(dim)])
+def _exact_counts(tile: Tensor, level: Tensor, dim: int) -> Tensor:
+    """int64 [2, Q]: how many scores of a float64 tile lie above the tie band, and how many above its lower edge."""
+    above = (tile > level + TIE_TOLERANCE).sum(dim)
+    return torch.stack([above, (tile >= level - TIE_TOLERANCE).sum(dim)])
 
 
 def _result(

@@ -69,10 +69,20 @@ class Retrieval:
 
 
 def retrieval(
-    images: Tensor, texts: Tensor, image_of_text: Tensor, *, resamples: int = RESAMPLES, seed: int = 0, block: int = 1024
+    images: Tensor,
+    texts: Tensor,
+    image_of_text: Tensor,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    block: int | None = None,
+    shared: bool = False,
 ) -> Retrieval:
-    """Score a gallery both ways: images [N, D], texts [M, D], image_of_text int64 [M]. Raises ValueError as ``ranks`` does."""
-    both = ranks(images, texts, image_of_text, block=block)
+    """Score a gallery both ways: images [N, D], texts [M, D], image_of_text int64 [M]. Raises ValueError as ``ranks`` does.
+
+    ``shared``: the scoring is dealt out over the processes of torch.distributed, which must hold the same rows; a collective.
+    """
+    both = ranks(images, texts, image_of_text, block=block, shared=shared)
     rows = [row for one in both for row in metric_rows(one, resamples=resamples, seed=seed)]
     return Retrieval(rows=rows, i2t=both[0], t2i=both[1], resamples=resamples, seed=seed)
 

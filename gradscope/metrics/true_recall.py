@@ -3,7 +3,7 @@
     true R@k = mean over images of (1 / n_i) sum over its captions j of P(caption j within the first k)
 
 A caption's place counts everything ahead of it, its image's other captions too; ties are in random order, so with g candidates
-above and t others tied (within ``ranks.TIE_TOLERANCE``) the chance is (k - g) / (t + 1), cut to 0..1. Image -> text only: a caption
+above and t others tied (within ``TIE_TOLERANCE``) the chance is (k - g) / (t + 1), cut to 0..1. Image -> text only: a caption
 has one image.
 
 How to read it: the retrieval literature's "R@k" is mostly hit-if-any (recall.py); this is the other reading of the word. It cannot
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradscope.metrics.bootstrap import RESAMPLES, mean_interval
-from gradscope.metrics.ranks import TIE_TOLERANCE, check_gallery, finite, finite_rows
+from gradscope.metrics.gallery_scores import TIE_TOLERANCE, check_gallery, finite, finite_rows
 from gradscope.metrics.recall import MetricRow
 
 DEPTHS = (1, 5, 10)

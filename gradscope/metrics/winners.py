@@ -2,7 +2,7 @@
 
     truth = the best-scoring positive       rival = the best-scoring negative       winner = truth if its score is not below the rival's
 
-Scores closer than ``ranks.TIE_TOLERANCE`` are tied; of candidates that tie among themselves the first row of the gallery is named.
+Scores closer than ``TIE_TOLERANCE`` are tied; of candidates that tie among themselves the first row of the gallery is named.
 
 How to read it: which item a model confuses with which. How it can mislead: where truth and rival tie, recall gives the hit a chance
 below 1, and naming a winner is a convention; ``tied`` marks those.
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradscope.metrics.ranks import TIE_TOLERANCE, check_gallery, finite, finite_rows, leave_out_positives, positive_scores
+from gradscope.metrics.gallery_scores import TIE_TOLERANCE, check_gallery, finite, finite_rows, leave_out_positives, positive_scores
 
 
 @dataclass(frozen=True, kw_only=True)

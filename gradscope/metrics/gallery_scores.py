@@ -1,0 +1,204 @@
+"""The scores of a gallery, tile by tile: fast in fp32 with a bound of the error, exact in float64 where that does not decide.
+
+A score is the inner product of an image row x and a caption row y, and its true value is the float64 one. For a sum of D products in
+fp32, in whatever order and with or without fused additions,
+
+    |fp32 score - score| <= gamma |x| |y|,    gamma = n u / (1 - n u),  n = D + 4,  u = 2^-24
+
+(Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1, with Cauchy and Schwarz; four roundings are for rows
+that were float64). So a comparison with a threshold is decided by fp32 unless the fp32 score lies within that of it, and the few scores
+that do are formed again. n is 64 or more, which leaves room for kernels that build an fp32 product of several coarser ones.
+
+How it can mislead: the bound holds for fp32 products; where a trial (`gradscope.products`) finds none, every tile is float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradscope import distributed
+from gradscope.products import Products, Shape
+
+#: Scores closer than this are tied.
+TIE_TOLERANCE = 1e-12
+
+_STRIP = 4096  # rows looked at together, where a copy of all would be large
+_PAIRS = 256  # pairs of rows taken to float64 at a time: they stay in cache
+_LARGE = 1e30  # products of norms beyond this may overflow in fp32
+_SMALL = 1 << 14  # a gallery with so few scores is float64 at once: it is done before a trial is
+
+_UNIT = 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gallery:
+    """Embeddings as given and what is known of each row.
+
+    Attributes:
+        images, texts: [N, D] and [M, D], any float dtype.
+        owner: int64 [M], the image row of each caption, on the same device.
+        good_image, good_text: bool, rows that are finite; the others score minus infinity.
+    """
+
+    images: Tensor
+    texts: Tensor
+    owner: Tensor
+    good_image: Tensor
+    good_text: Tensor
+
+    @classmethod
+    def of(cls, images: Tensor, texts: Tensor, image_of_text: Tensor) -> Gallery:
+        """Raises ValueError as ``check_gallery`` does."""
+        check_gallery(images, texts, image_of_text)
+        if images.device.type == "mps":  # has no float64
+            images, texts = images.cpu(), texts.cpu()
+        owner = image_of_text.to(images.device)
+        return cls(images=images, texts=texts, owner=owner, good_image=finite_rows(images), good_text=finite_rows(texts))
+
+    @property
+    def small(self) -> bool:
+        return len(self.images) * len(self.texts) <= _SMALL
+
+    def refuse_different(self) -> None:
+        """A collective. Raises ValueError, everywhere, unless all processes hold the same rows."""
+        numbers = [self.images.shape[0], self.texts.shape[0], self.images.shape[1]]
+        bits = [rows.contiguous().view(torch.int16).sum(dtype=torch.int64) for rows in (self.images, self.texts, self.owner)]
+        mine = torch.stack([*(bits[0].new_tensor(number) for number in numbers), *bits])[None]
+        if bool((distributed.gathered(mine) != mine).any()):
+            raise ValueError("the processes hold different embeddings, so a shared evaluation would count nonsense; gather them first.")
+
+    def positive_scores(self, block: int) -> Tensor:
+        """float64 [M]: each caption's score with its own image; minus infinity where one of the two is not finite."""
+        scores = positive_scores(self.images, self.texts, self.owner, block)
+        return scores.masked_fill_(~(self.good_text & self.good_image[self.owner]), -torch.inf)
+
+    def shapes(self, block: int) -> tuple[Shape, ...]:
+        """Of whole tiles and of those at the edges, for a trial."""
+        (rows, columns), width = (_sizes(len(x), block) for x in (self.images, self.texts)), self.images.shape[1]
+        return tuple((a, b, width) for a in rows for b in columns)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tile:
+    """Scores of some images with some captions; own captions and rows that are not finite are minus infinity."""
+
+    scores: Tensor  # [R, C], float32 or float64
+    row_error: Tensor  # [R] float64, how far an entry of this row may be from the true score; 0 where the tile is float64
+    column_error: Tensor  # [C]
+
+    @property
+    def exact(self) -> bool:
+        return self.scores.dtype == torch.float64
+
+
+class Tiles:
+    """Makes tiles of a gallery; memory for one is used again and again, so a tile is gone when the next is made."""
+
+    def __init__(self, gallery: Gallery, block: int, products: Products | None) -> None:
+        """``products``: those in use, if fp32 is to be used at all."""
+        self.gallery = gallery
+        self.block = block
+        self._norms = [_norms(gallery.images, gallery.good_image), _norms(gallery.texts, gallery.good_text)]
+        self._largest = [[float(part.max()) for part in norms.split(block)] for norms in self._norms]
+        self._whole = [bool(good.all()) for good in (gallery.good_image, gallery.good_text)]
+        self._fp32 = products is not None and products.exact
+        n = max(self.gallery.images.shape[1] + 4, 64)
+        self._gamma = 1.01 * n * _UNIT / (1.0 - n * _UNIT)
+        room = min(block, len(gallery.images)) * min(block, len(gallery.texts))
+        self._memory = torch.empty(2, room if self._fp32 else 0, device=gallery.images.device)
+
+    def tile(self, i: int, j: int) -> Tile:
+        """Images from row i, captions from row j; fp32 where that is allowed."""
+        largest = [self._largest[0][i // self.block], self._largest[1][j // self.block]]
+        if not self._fp32 or largest[0] * largest[1] > _LARGE:
+            return self.double(i, j)
+        rows, columns = slice(i, i + self.block), slice(j, j + self.block)
+        left, right = self._plain(0, rows), self._plain(1, columns)
+        scores = torch.mm(left, right.T, out=self._room(0, len(left), len(right)))
+        self._leave_out(scores, rows, columns)
+        errors = [self._norms[0][rows] * largest[1], self._norms[1][columns] * largest[0]]
+        return Tile(scores=scores, row_error=self._gamma * errors[0], column_error=self._gamma * errors[1])
+
+    def double(self, i: int, j: int) -> Tile:
+        """The same in float64."""
+        rows, columns = slice(i, i + self.block), slice(j, j + self.block)
+        scores = finite(self.gallery.images[rows]) @ finite(self.gallery.texts[columns]).T
+        self._leave_out(scores, rows, columns)
+        return Tile(scores=scores, row_error=scores.new_zeros(len(scores)), column_error=scores.new_zeros(scores.shape[1]))
+
+    def scratch(self, rows: int, columns: int) -> Tensor:
+        """float32 [R, C] of memory, for what is done with an fp32 tile."""
+        return self._room(1, rows, columns)
+
+    def exact(self, images: Tensor, texts: Tensor) -> Tensor:
+        """float64 [K]: the scores of paired row numbers [K] and [K], all finite."""
+        pairs = zip(images.split(_PAIRS), texts.split(_PAIRS), strict=True)
+        parts = [(self.gallery.images[a].double() * self.gallery.texts[b].double()).sum(1) for a, b in pairs]
+        return torch.cat(parts) if parts else self._norms[0].new_zeros(0)
+
+    def _room(self, which: int, rows: int, columns: int) -> Tensor:
+        return self._memory[which, : rows * columns].view(rows, columns)
+
+    def _plain(self, side: int, part: slice) -> Tensor:
+        rows = (self.gallery.images, self.gallery.texts)[side][part].float()
+        return rows if self._whole[side] else torch.where(finite_rows(rows)[:, None], rows, 0.0)
+
+    def _leave_out(self, scores: Tensor, rows: slice, columns: slice) -> None:
+        if not self._whole[0]:
+            scores.masked_fill_(~self.gallery.good_image[rows, None], -torch.inf)
+        if not self._whole[1]:
+            scores.masked_fill_(~self.gallery.good_text[columns], -torch.inf)
+        leave_out_positives(scores, self.gallery.owner[columns] - rows.start)
+
+
+def _norms(rows: Tensor, good: Tensor) -> Tensor:
+    """float64 [N], a little too large rather than too small; 0 for rows that are not finite."""
+    parts = [torch.linalg.vector_norm(part.float(), dim=1).double() for part in rows.split(_STRIP)]
+    return torch.where(good, torch.cat(parts) * 1.001, 0.0)
+
+
+def _sizes(n: int, block: int) -> list[int]:
+    whole = min(n, block)
+    return sorted({whole, n % whole or whole})
+
+
+def check_gallery(images: Tensor, texts: Tensor, image_of_text: Tensor) -> None:
+    """Raises ValueError unless images [N, D], texts [M, D] and image_of_text int64 [M] belong together."""
+    if images.ndim != 2 or texts.ndim != 2 or images.shape[1] != texts.shape[1] or not len(images) or not len(texts):
+        shapes = f"{list(images.shape)} and {list(texts.shape)}"
+        raise ValueError(f"image and text rows have shapes {shapes}; give [N, D] and [M, D] with N, M > 0 and one D.")
+    if image_of_text.shape != (len(texts),) or image_of_text.dtype != torch.int64:
+        raise ValueError(f"image_of_text must be int64 of shape [{len(texts)}], one image row per caption.")
+    low, high = int(image_of_text.min()), int(image_of_text.max())
+    if low < 0 or high >= len(images):
+        raise ValueError(f"image_of_text must hold image rows, 0 to {len(images) - 1}; it goes from {low} to {high}.")
+    lonely = len(images) - len(image_of_text.unique())
+    if lonely:
+        raise ValueError(f"{lonely} of {len(images)} images have no caption; leave them out, or give each at least one.")
+
+
+def finite_rows(rows: Tensor) -> Tensor:
+    """bool [N]: rows whose squared norm is finite, so that no product of two such rows can overflow."""
+    return torch.cat([torch.isfinite(torch.linalg.vector_norm(part.float(), dim=1).square()) for part in rows.split(_STRIP)])
+
+
+def finite(rows: Tensor) -> Tensor:
+    """Rows in float64 with non-finite rows zeroed, which keeps NaN out of their neighbours' products."""
+    return torch.where(finite_rows(rows)[:, None], rows.double(), 0.0)
+
+
+def positive_scores(images: Tensor, texts: Tensor, image_of_text: Tensor, block: int) -> Tensor:
+    """float64 [M]: each caption's inner product with its own image; 0 where a row is not finite."""
+    parts = [
+        (finite(images[own]) * finite(rows)).sum(1) for rows, own in zip(texts.split(block), image_of_text.split(block), strict=True)
+    ]
+    return torch.cat(parts)  # float64 [M]
+
+
+def leave_out_positives(tile: Tensor, row_of_column: Tensor) -> None:
+    """Set the score of every positive pair in the tile to minus infinity."""
+    columns = torch.nonzero((row_of_column >= 0) & (row_of_column < len(tile)))[:, 0]
+    tile[row_of_column[columns], columns] = -torch.inf
