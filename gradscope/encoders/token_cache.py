@@ -18,9 +18,11 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gradscope.console import console
 from gradscope.encoders.tokenizer import Tokenized, Tokenizer
@@ -62,19 +64,17 @@ def _read(path: Path, shape: tuple[int, int]) -> Tokenized | None:
         with safe_open(path, framework="numpy") as file:
             ids, lengths, checksum = file.get_tensor("ids"), file.get_tensor("lengths"), (file.metadata() or {}).get("checksum")
         os.utime(path)  # used now
-    except (SafetensorError, OSError) as error:
-        return _damaged(path, str(error))
-    if ids.shape != shape or lengths.shape != shape[:1] or checksum != _checksum(ids, lengths):
-        return _damaged(path, "its checksum differs")
+        if ids.shape != shape or lengths.shape != shape[:1] or checksum != _checksum(ids, lengths):
+            raise ValueError("its checksum differs")
+    except (SafetensorError, OSError, ValueError) as error:
+        what = f"token cache: '{path}' is damaged ({error}); the captions are tokenized again"
+        console.print(what, style="yellow", soft_wrap=True)
+        return None
     return Tokenized(ids=torch.from_numpy(ids.astype(np.int64)), lengths=torch.from_numpy(lengths))
 
 
-def _damaged(path: Path, why: str) -> None:
-    console.print(f"token cache: '{path}' is damaged ({why}); the captions are tokenized again", style="yellow", soft_wrap=True)
-
-
-def _checksum(ids: np.ndarray, lengths: np.ndarray) -> str:
-    return f"{zlib.crc32(lengths, zlib.crc32(ids)):08x}"
+def _checksum(ids: NDArray[Any], lengths: NDArray[Any]) -> str:
+    return f"{zlib.crc32(lengths.data, zlib.crc32(ids.data)):08x}"
 
 
 def _write(path: Path, tokenized: Tokenized) -> None:
