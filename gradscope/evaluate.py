@@ -172,21 +172,23 @@ def evaluate(
     read: Callable[[str], Tensor] | None = None,
     advance: Advance | None = None,
 ) -> tuple[Retrieval, Embedded]:
-    """Embed and score. See ``gradscope.metrics.recall`` for what each number means."""
+    """Embed and score, together where there are several ranks. See ``gradscope.metrics.recall`` for what each number means."""
     embedded = embed_records(
         encoder, records, batch_size=batch_size, workers=workers, decode=decode, on_too_long=on_too_long, read=read, advance=advance
     )
-    return score(embedded, resamples=resamples), embedded
+    return score(embedded, resamples=resamples, shared=world() > 1), embedded
 
 
-def score(embedded: Embedded, *, resamples: int = 2000) -> Retrieval:
+def score(embedded: Embedded, *, resamples: int = 2000, shared: bool = False) -> Retrieval:
     """Both directions; where images have several captions, the recall of all of them too (rows "true R@k").
+
+    ``shared``: all ranks hold these rows and count a part each (a collective); the answer is that of one process.
 
     Raises:
         ValueError: the rows do not form a gallery (see ``gradscope.metrics.ranks``).
     """
     parts = embedded.image, embedded.text, embedded.image_of_text
-    result = retrieval(*parts, resamples=resamples)
+    result = retrieval(*parts, resamples=resamples, shared=shared)
     if len(embedded.text) == len(embedded.image):
         return result
     return dataclasses.replace(result, rows=[*result.rows, *true_recall_rows(*parts, resamples=resamples)])

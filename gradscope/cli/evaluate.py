@@ -84,6 +84,8 @@ def evaluate(
     """Retrieval over a whole split, both directions, with 95 % intervals: tables, and the same numbers as JSON.
 
     Example: gradscope eval runs/demo/hn --data scenes --split test
+
+    On several processes: torchrun --nproc-per-node 2 -m gradscope eval runs/demo/hn
     """
     from gradscope.embeddings_file import SUFFIX, is_embeddings_file
     from gradscope.paths import check_writable
@@ -105,21 +107,24 @@ def evaluate(
         _show([_stored(encoder, per_query, output, resamples)], json_)
         return
     from gradscope.console import progress
+    from gradscope.distributed import first_rank_first
     from gradscope.encoders.load import resolve_device
     from gradscope.gallery import read_gallery
+    from gradscope.launch import processes
     from gradscope.run_checkpoints import chosen_checkpoints
 
     place = resolve_device(device)
-    with progress("checking pictures") as advance:
-        gallery = read_gallery(settings, split, workers=workers, advance=advance)
     found = []
-    for chosen in chosen_checkpoints(encoder, checkpoint):
-        embedded = embed(
-            chosen.load, gallery, settings, batch_size=batch_size, workers=workers, trust_archive=trust_archive, place=place
-        )
-        targets = [None if path is None else _suffixed(path, chosen.suffix) for path in (save_embeddings, per_query, output)]
-        found.append(_scored(encoder, chosen, gallery, embedded, trained_on, targets, resamples))
-    _show(found, json_)
+    with processes(place):
+        with progress("checking pictures") as advance, first_rank_first():
+            gallery = read_gallery(settings, split, workers=workers, advance=advance)
+        for chosen in chosen_checkpoints(encoder, checkpoint):
+            embedded = embed(
+                chosen.load, gallery, settings, batch_size=batch_size, workers=workers, trust_archive=trust_archive, place=place
+            )
+            targets = [None if path is None else _suffixed(path, chosen.suffix) for path in (save_embeddings, per_query, output)]
+            found.append(_scored(encoder, chosen, gallery, embedded, trained_on, targets, resamples))
+    _show([one for one in found if one is not None], json_)
 
 
 def data_settings(data: str | None, **given: Any) -> Data:
@@ -191,8 +196,10 @@ def _scored(
     trained_on: str | None,
     targets: list[Path | None],
     resamples: int,
-) -> tuple[Path, Evaluation]:
-    """Scores one checkpoint and writes its files; ``targets`` are the embeddings, the queries and the JSON."""
+) -> tuple[Path, Evaluation] | None:
+    """Scores one checkpoint and writes its files; ``targets`` are the embeddings, the queries and the JSON. Of several ranks the first
+    writes; None on the others, which help to score."""
+    from gradscope.distributed import rank, world
     from gradscope.embeddings_file import save_embeddings
     from gradscope.evaluate import details, score
     from gradscope.evaluation_file import (
@@ -207,9 +214,11 @@ def _scored(
 
     protocol = protocol_of(chosen.name, gallery, embedded)
     stored, queries, output = targets
-    if stored:
+    if stored and rank() == 0:
         save_embeddings(stored, embedded, protocol)
-    result = score(embedded, resamples=resamples)
+    result = score(embedded, resamples=resamples, shared=world() > 1)
+    if rank():
+        return None
     if result.i2t.non_finite == result.i2t.n_queries and result.t2i.non_finite == result.t2i.n_queries:
         raise ValueError(f"no score of '{chosen.name}' is finite, so there is no recall; look at it with `gradscope encoders check`.")
     if queries:

@@ -138,12 +138,17 @@ def train(
     """Fine-tune a dual encoder, and with --log-grads record why it stops learning.
 
     Example: gradscope train --data scenes --objective hn --batch-size 16 --accumulate 8 --accumulate-mode narrow --log-grads
+
+    On several processes: torchrun --nproc-per-node 2 -m gradscope train (the batch size is that of all of them together)
     """
     given = dict(locals())  # the parameters above; None where a flag was not given
     flags = {key: given[name] for name, key in KEYS.items() if given[name] is not None}
     settings = collect(recipe, set_ or [], flags, output if resume else None)
 
     from gradscope.console import out
+    from gradscope.distributed import rank
+    from gradscope.encoders.load import resolve_device
+    from gradscope.launch import processes
     from gradscope.probe_cost import cost_sentence
     from gradscope.runlog import Run
     from gradscope.train import train as run
@@ -152,7 +157,11 @@ def train(
     unused = [f"--{name.replace('_', '-')}" for name in ("probe_set", "probe_every", "probe_budget") if KEYS[name] in flags]
     if unused and not settings.probe.log_grads:
         raise ValueError(f"{' and '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect without --log-grads")
-    result = run(settings, output, resume=resume)
+    with processes(resolve_device(settings.train.device)):
+        result = run(settings, output, resume=resume)
+        leads = rank() == 0
+    if not leads:
+        return
     best = "the start, before any update" if result.best_step == 0 else f"step {result.best_step}"
     recall = f"validation R@1 (mean of both directions): last {result.last:.3f}, best {result.best:.3f} at {best}"
     out.print(recall, soft_wrap=True)
