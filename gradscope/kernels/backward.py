@@ -10,6 +10,8 @@ before the block is formed, from the logs alone. Both forms take the rounding of
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,8 @@ from gradscope.kernels.strip import Products, Weights, masked_cells
 
 _LIFT = 80.0
 _LARGEST_SPREAD = 57.0
-#: Under weights this small (2^-40) their product with 2^-80 leaves the range of fp32.
-_SMALLEST_WEIGHT = 1e-12
+#: Under a weight this small (2^-40) its product with 2^-80 leaves the range of fp32.
+_SMALLEST_WEIGHT = 2.0**-40
 
 
 def backward_strip(
@@ -62,8 +64,8 @@ class _Sides:
         if form == "shared":
             own = [slice(block.start - strip.start, block.stop - strip.start) for block in blocks.rows]
             self._ranges = [_ranges(logs, spans) for logs, spans in zip(self._logs, (own, blocks.columns), strict=True)]
-            largest = max(float(side.abs().max()) for side in self._weights)
-            self._heavy = largest > _SMALLEST_WEIGHT
+            sizes = torch.cat(self._weights).abs()
+            self._heavy = not bool(((sizes > 0) & (sizes < _SMALLEST_WEIGHT)).any())
 
     def cells(self, x: Tensor, row: int, column: int) -> Tensor:
         """x -> A of one block; x is overwritten."""
@@ -74,10 +76,10 @@ class _Sides:
         spare = self._blocks.buffer(1, rows, columns)
         if self._form == "safe":
             return _safe(x, logs, weights, spare)
-        high, low = (pick(a, b) for pick, a, b in zip((max, min), self._ranges[0][row], self._ranges[1][column], strict=True))
-        passed = self._heavy and high - low <= _LARGEST_SPREAD
+        bounds = (*self._ranges[0][row], *self._ranges[1][column])
+        passed = self._heavy and math.isfinite(sum(bounds)) and max(bounds) - min(bounds) <= _LARGEST_SPREAD
         self._passed.append(passed)
-        return _shared(x, logs, weights, spare, high - _LIFT) if passed else _safe(x, logs, weights, spare)
+        return _shared(x, logs, weights, spare, max(bounds) - _LIFT) if passed else _safe(x, logs, weights, spare)
 
     def share(self) -> Tensor:
         """[] share of the blocks that were shared so far."""

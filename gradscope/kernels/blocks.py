@@ -26,18 +26,18 @@ LOWEST = -1e30
 class Blocks:
     """Base-2 logits of the negatives, block by block."""
 
-    def __init__(self, cells: Cells, scale: Tensor, strip: slice, block: int = BLOCK) -> None:
+    def __init__(self, cells: Cells, scale: Tensor, strip: slice) -> None:
         self.cells = cells
-        self.rows = list(spans(strip.start, strip.stop, block))
-        self.columns = list(spans(0, len(cells), block))
+        self.rows = list(spans(strip.start, strip.stop, BLOCK))
+        self.columns = list(spans(0, len(cells), BLOCK))
         self._factor = scale.double() / LN2
         self._buffers: list[Tensor] = []
-        self._shape = (min(block, strip.stop - strip.start), min(block, len(cells)))
+        self._size = min(BLOCK, strip.stop - strip.start) * min(BLOCK, len(cells))
 
     def queries(self, rows: slice) -> Tensor:
         """The scaled left side of some rows: [n, E]."""
         q = self.cells.queries(rows)
-        return q.double().mul_(self._factor).to(q.dtype)
+        return (q.double() * self._factor).to(q.dtype)
 
     def logits(self, queries: Tensor, rows: slice, columns: slice) -> Tensor:
         """x [n, m] of a block, in the first buffer."""
@@ -54,7 +54,7 @@ class Blocks:
     def buffer(self, number: int, rows: slice, columns: slice) -> Tensor:
         """One of the buffers, made when first asked for, cut to the shape of a block."""
         while len(self._buffers) <= number:
-            self._buffers.append(self.cells.image.new_empty(self._shape[0] * self._shape[1]))
+            self._buffers.append(self.cells.image.new_empty(self._size))
         n, m = rows.stop - rows.start, columns.stop - columns.start
         return self._buffers[number][: n * m].view(n, m)
 
