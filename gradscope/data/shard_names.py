@@ -111,7 +111,8 @@ def _of_folder(folder: Path) -> ShardList:
     inside = {p.name: sorted(p.glob("*.tar")) for p in sorted(folder.iterdir()) if p.is_dir() and usual_split(p.name) in SPLITS}
     inside = {name: tars for name, tars in inside.items() if tars}
     if top and inside:
-        raise ValueError(f"'{folder}' has {len(top):,} tar files at its top and more in {', '.join(f'{n}/' for n in inside)}; name one")
+        inner = ", ".join(f"{name}/" for name in inside)
+        raise ValueError(f"'{folder}' has {len(top):,} tar files at its top and more in {inner}; name one of the folders, or a pattern")
     groups: dict[str, list[Path]] = {}
     for name, tars in inside.items():
         groups.setdefault(usual_split(name), []).extend(tars)
