@@ -94,8 +94,10 @@ def _ddp(encoder: DualEncoder, tokens: bool) -> DistributedDataParallel:
     module = _Embedding(encoder)
     reached = _reached(encoder, tokens)
     left_out = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in reached]
+    if not encoder.has_batch_norm():  # the other buffers are constants, which DDP would send ahead of every forward pass
+        left_out += [name for name, _ in module.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, left_out)
-    return DistributedDataParallel(module, broadcast_buffers=encoder.has_batch_norm(), gradient_as_bucket_view=True)
+    return DistributedDataParallel(module, gradient_as_bucket_view=True)
 
 
 def _reached(encoder: DualEncoder, tokens: bool) -> set[int]:
