@@ -8,6 +8,9 @@ from typing import Any
 from gradscope.recipe import Recipe, resolve
 from gradscope.runlog import Run
 
+#: Where the work is done, not what is done: another number of processes may also divide the parameters otherwise.
+MAY_DIFFER = ("train.shard",)
+
 
 def check_same_recipe(run: Run, recipe: Recipe) -> None:
     """Raises ValueError naming the first setting that differs from the run's, with its old and new value."""
@@ -16,7 +19,7 @@ def check_same_recipe(run: Run, recipe: Recipe) -> None:
         old, new = getattr(before, table.name), getattr(recipe, table.name)
         for key in dataclasses.fields(old):
             a, b = getattr(old, key.name), getattr(new, key.name)
-            if a != b:
+            if a != b and f"{table.name}.{key.name}" not in MAY_DIFFER:
                 raise ValueError(
                     f"'{run.path}' continues with the same recipe only, but {table.name}.{key.name} was {a!r} and is now {b!r}; "
                     "drop the change, or start a new run with --output"
