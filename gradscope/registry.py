@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.abc
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+#: How a component of these folders says its name: at the start of a line, in plain quotes.
+_NAMES = re.compile(r'^@?\w+\.register\("([^"]+)"\)', re.MULTILINE)
 
 
 class Registry(Generic[T]):
-    """The components of one kind, found by importing every module of one folder on first use.
+    """The components of one kind, found by the names that the modules of one folder register. One is imported when it is asked for.
 
     Args:
         kind: the noun used in messages, e.g. ``"objective"``.
@@ -26,7 +31,6 @@ class Registry(Generic[T]):
         self.kind = kind
         self.package = package
         self._items: dict[str, T] = {}
-        self._loaded = False
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator. Raises ValueError if two components claim one name."""
@@ -39,32 +43,41 @@ class Registry(Generic[T]):
 
         return add
 
-    def _load(self) -> None:
-        if self._loaded:
-            return
+    @cached_property
+    def _modules(self) -> dict[str, str]:
+        """Name -> the module that registers it, read off the source: no component is imported for its name."""
+        found: dict[str, str] = {}
         package = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self.package}.{module.name}")
-        self._loaded = True
+        for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
+            for name in _NAMES.findall(_source(module)):
+                if name in found:
+                    raise ValueError(f"two {self.kind}s are called '{name}'")
+                found[name] = module.name
+        return found
 
     def names(self) -> list[str]:
-        self._load()
-        return sorted(self._items)
+        return sorted({*self._items, *self._modules})
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
-        self._load()
-        return iter(sorted(self._items.items()))
+        return iter([(name, self[name]) for name in self.names()])
 
     def __contains__(self, name: object) -> bool:
-        self._load()
-        return name in self._items
+        return name in self._items or name in self._modules
 
     def __getitem__(self, name: str) -> T:
         """Raises ValueError, naming the nearest known name, if ``name`` is unknown."""
-        self._load()
-        if name in self._items:
-            return self._items[name]
-        raise ValueError(unknown_name(self.kind, name, self.names()))
+        if name not in self:
+            raise ValueError(unknown_name(self.kind, name, self.names()))
+        if name not in self._items:
+            importlib.import_module(self._modules[name])
+        return self._items[name]
+
+
+def _source(module: pkgutil.ModuleInfo) -> str:
+    spec = module.module_finder.find_spec(module.name, None)
+    assert spec is not None
+    assert isinstance(spec.loader, importlib.abc.InspectLoader)
+    return spec.loader.get_source(module.name) or ""
 
 
 def unknown_name(kind: str, name: str, known: list[str]) -> str:
