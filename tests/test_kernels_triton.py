@@ -74,15 +74,24 @@ def test_the_whole_loss_with_these_passes(interpreted, settings):
     assert max(interpreted["losses"][settings].values()) < TOLERANCE, interpreted["losses"][settings]
 
 
-def compiled(kernel, dtype, precision, capability, cache):
+def compiled(kernel, dtype, precision, capability, cache, given=False, groups=True):
     """The kernel as a GPU would get it: triton compiles without one."""
     tiles = triton_strip.tiles_for(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    meta = {"HAS_GROUPS": True, "PRECISION": precision, "BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "BLOCK_K": tiles.inner}
+    meta = {
+        "GIVEN": given,
+        "HAS_GROUPS": groups,
+        "PRECISION": precision,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.columns,
+        "BLOCK_K": tiles.inner,
+    }
     meta["GROUP"] = tiles.walk
     types = {"q": dtype, "k": dtype, "cells": dtype, "groups": "i64", "zeros": "i32"}
     sizes = ("n_rows", "n_columns", "width", "first")
     names = [name for name in kernel.arg_names if name not in meta]
     signature = {name: "i32" if name in sizes else "*" + types.get(name, "fp32") for name in names}
+    meta |= {} if given else {"given": None}
+    meta |= {} if groups else {"groups": None}
     signature |= dict.fromkeys(meta, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in sizes or name == "width"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=meta, attrs=aligned)
@@ -102,12 +111,16 @@ def stack(kernel, folder):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "capability"),
-    [("sums_kernel", "fp32", 90), ("cells_kernel", "fp32", 90), ("cells_kernel", "fp32", 80), ("cells_kernel", "bf16", 90)],
+    ("kernel", "dtype", "capability", "given"),
+    [
+        ("sums_kernel", "fp32", 90, True),
+        ("cells_kernel", "fp32", 80, True),
+        ("cells_kernel", "fp32", 90, False),
+        ("cells_kernel", "bf16", 90, False),
+    ],
 )
-def test_compiles_without_spills_and_without_tf32(kernel, dtype, capability, tmp_path):
-    precision = inspect.signature(triton_strip.forward_strip).parameters["precision"].default
-    found = compiled(getattr(triton_tiles, kernel), dtype, precision, capability, tmp_path)
+def test_compiles_without_spills_and_without_tf32(kernel, dtype, capability, given, tmp_path):
+    found = compiled(getattr(triton_tiles, kernel), dtype, "ieee", capability, tmp_path, given=given, groups=given)
     assert "tf32" not in found.asm["ptx"]
     assert found.metadata.shared <= 99 * 1024  # what the smallest GPUs of 8.x and 12.x have
     assert stack(found, tmp_path) == 0

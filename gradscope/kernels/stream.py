@@ -102,8 +102,9 @@ def stream(
         several: what captions of one group are to each other: "exclude" (no negatives) or "positives".
         top: K > 0 also reads which share of an image's residual lies on its 1 ... K hardest captions (that direction only: by column
             it would cost as much again).
-        backend: "auto"; on torch "shared" (one exp per cell where a check allows it) or "safe" (two); on NVIDIA GPUs "triton" (IEEE
-            fp32 products), "triton-tf32x3" (about as exact) or "triton-tf32" (logits at scale 100 off by .01; never chosen by "auto").
+        backend: "auto"; on torch "shared" (one exp per cell where a check allows it) or "safe" (two); on NVIDIA GPUs "triton" or
+            "triton-tiles" (IEEE fp32 products, by the library or in the kernel), "triton-tf32x3" (about as exact) or "triton-tf32"
+            (logits at scale 100 off by .01); "auto" takes "triton" where it can.
 
     Raises:
         ValueError: an unknown word, shapes or dtypes that do not fit, a margin without its rows.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 CAPABILITY = (8, 0)
 #: What ``stream`` calls a choice of Triton -> how it multiplies fp32 rows.
-TRITON = {"triton": "ieee", "triton-tf32x3": "tf32x3", "triton-tf32": "tf32"}
+TRITON = {"triton": "ieee", "triton-tiles": "ieee-tiles", "triton-tf32x3": "tf32x3", "triton-tf32": "tf32"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

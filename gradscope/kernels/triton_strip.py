@@ -1,15 +1,18 @@
 """The two passes of ``strip`` by Triton, on NVIDIA GPUs: same arguments, same answers.
 
-    forward   one kernel per run of rows: each tile of the logits leaves its largest and its sum of exp, by row and by column, to be
-              merged in float64
-    backward  the tiles are formed again, into a block of rows of A, which the library multiplies by t and, transposed, by v
+    forward   for each run of rows: every tile of the logits leaves its largest and its sum of exp, by row and by column, merged in
+              float64
+    backward  the tiles again, into a block of rows of A, which the library multiplies by t and, transposed, by v
 
 So the backward takes three products, where gradients summed inside the tiles take four; rows may be of any width; and nothing is added
-by atomics: equal inputs on one device give equal bits. Memory beside the gradients: ``CELLS`` cells of A, or one row of tiles.
+by atomics: equal inputs on one device give equal bits. Memory beside the gradients: ``CELLS`` cells, or one row of tiles.
 
-Precision: products of fp32 rows are IEEE fp32 unless ``precision`` says "tf32x3" (three TF32 products, about fp32) or "tf32" (factors
-of 11 bits: cosines are off by some 1e-4, logits at scale 100 by .01; for training, not for reports). The caller's TF32 switches do not
-count. bf16 and fp16 rows are multiplied as they are and summed in fp32; their A is rounded to bf16.
+``precision`` says how fp32 rows are multiplied; the caller's TF32 switches do not count:
+    ieee        IEEE fp32 by the library, whose block the kernels read: tensor cores have no fp32, so nothing is lost by that
+    ieee-tiles  IEEE fp32 inside the tiles: no block in the forward pass
+    tf32x3      three TF32 products on tensor cores, inside the tiles: about fp32
+    tf32        factors of 11 bits: cosines are off by some 1e-4, logits at scale 100 by .01; for training, not for reports
+bf16 and fp16 rows are multiplied as they are, inside the tiles, and summed in fp32; their A is rounded to bf16.
 How it can mislead: a cell of A below about 1e-38 is 0, as in any fp32 loss; ``zeros`` counts those. Kernels were compiled for sm_80 and
 sm_90 and run by Triton's interpreter; what they cost on a GPU, ``benchmarks/gpu.py`` says.
 """
@@ -29,13 +32,16 @@ from gradscope.kernels.strip import Products, Sums, Weights
 from gradscope.kernels.triton_found import DTYPES
 from gradscope.kernels.triton_tiles import cells_kernel, sums_kernel
 
-PRECISIONS = {"ieee": "IEEE fp32", "tf32x3": "three-fold TF32", "tf32": "TF32"}
-#: Cells of A at a time: 128 MB in fp32.
+PRECISIONS = {
+    "ieee": "IEEE fp32 products by the library",
+    "ieee-tiles": "IEEE fp32 products",
+    "tf32x3": "three-fold TF32 products",
+    "tf32": "TF32 products",
+}
+#: Cells that are stored at a time: 128 MB in fp32.
 CELLS = 2**25
-#: Cells whose tiles leave sums at a time: some 25 MB of them.
-FORWARD_CELLS = 2**27
-#: Cells that are looked through for the largest at a time.
-TOP_CELLS = 2**25
+#: Cells whose tiles leave sums at a time, where the cells themselves are not stored: some 25 MB of sums.
+SUMMED_CELLS = 2**27
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,7 @@ def tiles_for(dtype: torch.dtype) -> Tiles:
 
 def words(precision: str = "ieee") -> str:
     """How the loss is formed, for the provenance."""
-    return f"Triton tiles, {PRECISIONS[precision]} products, two exp per cell"
+    return f"Triton tiles, {PRECISIONS[precision]}, two exp per cell"
 
 
 def forward_strip(
@@ -83,10 +89,11 @@ def forward_strip(
     """
     launch = _Launch.of(cells, scale, precision, tiles)
     rows, columns = [], _Running(len(cells), scale.device)
-    for part in launch.tiles.runs(strip, len(cells), FORWARD_CELLS):
-        row, column = launch.sums(part)
-        rows.append(_merged(*row))
-        columns.add(*column)
+    with _library(scale.device, precision):
+        for part in launch.tiles.runs(strip, len(cells), CELLS if launch.by_library else SUMMED_CELLS):
+            row, column = launch.sums(part)
+            rows.append(_merged(*row))
+            columns.add(*column)
     row_max, row_sum = (torch.cat(parts) for parts in zip(*rows, strict=True))
     return Sums(
         rows=_log(row_max, row_sum),
@@ -163,15 +170,21 @@ class _Launch:
         """Of the library's products."""
         return torch.float32 if self.keys.dtype == torch.float32 else torch.bfloat16
 
+    @property
+    def by_library(self) -> bool:
+        """Whether the products are the library's."""
+        return self.precision == "ieee" and self.keys.dtype == torch.float32
+
     def sums(self, part: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(largest, sum) by column block [blocks, n] and by row block [blocks, N] of the rows ``part``."""
         queries, n = self.cells.queries(part).contiguous(), len(self.keys)
+        given = torch.mm(queries, self.keys.T) if self.by_library else None
         row_blocks, column_blocks = self.tiles.count(len(queries), n)
         row = tuple(self._new((column_blocks, len(queries))) for _ in range(2))
         column = tuple(self._new((row_blocks, n)) for _ in range(2))
         with _on(self.scale.device):
             sums_kernel[(row_blocks * column_blocks,)](
-                queries, self.keys, self.scale, self.cells.groups, *row, *column,
+                queries, self.keys, given, self.scale, self.cells.groups, *row, *column,
                 len(queries), n, queries.shape[1], part.start, **self._compiled(),
             )  # fmt: skip
         return (row[0], row[1]), (column[0], column[1])
@@ -180,11 +193,12 @@ class _Launch:
         """A of the rows ``part`` [n, N], <A, logits> [] float64, and how many negatives of it are exactly 0, [] int64."""
         queries, n = self.cells.queries(part).contiguous(), len(self.keys)
         row_blocks, column_blocks = self.tiles.count(len(queries), n)
-        block = self._new((len(queries), n), self.factors)
+        block = torch.mm(queries, self.keys.T) if self.by_library else self._new((len(queries), n), self.factors)
         along, zeros = self._new(row_blocks * column_blocks), self._new(row_blocks * column_blocks, torch.int32)
         with _on(self.scale.device):
             cells_kernel[(row_blocks * column_blocks,)](
-                queries, self.keys, self.scale, self.cells.groups, *(t[own] for t in shares.rows), *shares.columns, block, along, zeros,
+                queries, self.keys, block if self.by_library else None, self.scale, self.cells.groups,
+                *(t[own] for t in shares.rows), *shares.columns, block, along, zeros,
                 len(queries), n, queries.shape[1], part.start, **self._compiled(),
             )  # fmt: skip
         return block, along.sum(dtype=torch.float64), zeros.sum()
@@ -195,8 +209,9 @@ class _Launch:
     def _compiled(self) -> dict[str, object]:
         """The arguments that the kernels are compiled for."""
         return {
+            "GIVEN": self.by_library,
             "HAS_GROUPS": self.cells.groups is not None,
-            "PRECISION": self.precision,
+            "PRECISION": self.precision.partition("-")[0],
             "BLOCK_M": self.tiles.rows,
             "BLOCK_N": self.tiles.columns,
             "BLOCK_K": self.tiles.inner,
@@ -266,7 +281,7 @@ def _top(cells: Cells, scale: Tensor, strip: slice, top: int, launch: _Launch) -
     number = torch.arange(len(cells), device=scale.device) if cells.groups is None else cells.groups
     found = []
     with _library(scale.device, launch.precision):
-        for part in launch.tiles.runs(strip, len(cells), TOP_CELLS):
+        for part in launch.tiles.runs(strip, len(cells), CELLS):
             logits = _product(cells.queries(part), launch.keys.T).mul_(launch.scale)
             found.append(logits.masked_fill_(number[part, None] == number, -math.inf).topk(top, dim=1).values)
     return torch.cat(found).double()

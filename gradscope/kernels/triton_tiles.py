@@ -1,6 +1,7 @@
 """The two Triton kernels of the streaming loss, one tile of the logits each: sums of the forward, gradient cells of the backward.
 
-A tile is BLOCK_M rows x BLOCK_N columns of logits = scale * q k^T, formed over the inner width in chunks of BLOCK_K, fp32 accumulated.
+A tile is BLOCK_M rows x BLOCK_N columns of logits = scale * q k^T. The products are read where they are GIVEN, and formed in the tile
+otherwise, over the inner width in chunks of BLOCK_K, fp32 accumulated.
 Cells that are no negatives are -inf: the positive (column = first + row), cells of equal ``groups``, and what lies beyond the edge.
     sums_kernel   per tile and row: largest logit m and sum of exp(logit - m); per tile and column the same
     cells_kernel  A = row_weight exp(logit - row_shift) + column_weight exp(logit - column_shift), stored for the block of rows, and per
@@ -36,19 +37,24 @@ def _place(n_rows, n_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROU
 
 @triton.jit
 def _logits(
-    q, k, scale, groups, row, column, n_rows, n_columns, width, first,
-    HAS_GROUPS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, k, given, scale, groups, row, column, n_rows, n_columns, width, first,
+    GIVEN: tl.constexpr, HAS_GROUPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Logits [BLOCK_M, BLOCK_N] of the tile that begins at (row, column), -inf where a cell is no negative."""
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     in_rows, in_columns = m < n_rows - row, n < n_columns - column
-    q, k = q + row * width, k + column * width  # one int64 each; offsets inside a tile fit int32, which halves their registers
-    products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, width, BLOCK_K):
-        inner = start + tl.arange(0, BLOCK_K)
-        a = tl.load(q + (m[:, None] * width + inner[None, :]), mask=in_rows[:, None] & (inner < width)[None, :], other=0.0)
-        b = tl.load(k + (n[None, :] * width + inner[:, None]), mask=in_columns[None, :] & (inner < width)[:, None], other=0.0)
-        products = tl.dot(a, b, products, input_precision=PRECISION)
+    if GIVEN:
+        given += row * n_columns + column
+        products = tl.load(given + (m[:, None] * n_columns + n[None, :]), mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+    else:
+        q, k = q + row * width, k + column * width  # one int64 each; offsets inside a tile fit int32, which halves their registers
+        products = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, width, BLOCK_K):
+            inner = start + tl.arange(0, BLOCK_K)
+            a = tl.load(q + (m[:, None] * width + inner[None, :]), mask=in_rows[:, None] & (inner < width)[None, :], other=0.0)
+            b = tl.load(k + (n[None, :] * width + inner[:, None]), mask=in_columns[None, :] & (inner < width)[:, None], other=0.0)
+            products = tl.dot(a, b, products, input_precision=PRECISION)
     hidden = (n[None, :] + column == m[:, None] + (first + row)) | ~(in_rows[:, None] & in_columns[None, :])
     if HAS_GROUPS:
         of_rows = tl.load(groups + first + row + m, mask=in_rows, other=0)
@@ -67,16 +73,17 @@ def _largest_and_sum(logits, AXIS: tl.constexpr):
 
 @triton.jit
 def sums_kernel(
-    q, k, scale, groups, row_max, row_sum, column_max, column_sum, n_rows, n_columns, width, first,
-    HAS_GROUPS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, given, scale, groups, row_max, row_sum, column_max, column_sum, n_rows, n_columns, width, first,
+    GIVEN: tl.constexpr, HAS_GROUPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile's sums: row_max, row_sum [column blocks, n_rows]; column_max, column_sum [row blocks, n_columns]."""
     row_block, column_block = _place(n_rows, n_columns, BLOCK_M, BLOCK_N, GROUP)
     row, column = row_block.to(tl.int64) * BLOCK_M, column_block.to(tl.int64) * BLOCK_N
     logits = _logits(
-        q, k, scale, groups, row, column, n_rows, n_columns, width, first, HAS_GROUPS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-    )
+        q, k, given, scale, groups, row, column, n_rows, n_columns, width, first,
+        GIVEN, HAS_GROUPS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     largest, total = _largest_and_sum(logits, 1)
     place = column_block.to(tl.int64) * n_rows + rows
@@ -90,17 +97,21 @@ def sums_kernel(
 
 @triton.jit
 def cells_kernel(
-    q, k, scale, groups, row_shift, row_weight, column_shift, column_weight, cells, inner_sum, zeros,
+    q, k, given, scale, groups, row_shift, row_weight, column_shift, column_weight, cells, inner_sum, zeros,
     n_rows, n_columns, width, first,
-    HAS_GROUPS: tl.constexpr, PRECISION: tl.constexpr,
+    GIVEN: tl.constexpr, HAS_GROUPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of A into cells [n_rows, n_columns], with <A, logits> and the count of zeros into inner_sum, zeros [tiles]."""
+    """One tile of A into cells [n_rows, n_columns], with <A, logits> and the count of zeros into inner_sum, zeros [tiles].
+
+    ``cells`` may be the memory of ``given``: a tile is read before it is written, and no other reads it.
+    """
     row_block, column_block = _place(n_rows, n_columns, BLOCK_M, BLOCK_N, GROUP)
     row, column = row_block.to(tl.int64) * BLOCK_M, column_block.to(tl.int64) * BLOCK_N
     logits = _logits(
-        q, k, scale, groups, row, column, n_rows, n_columns, width, first, HAS_GROUPS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-    )
+        q, k, given, scale, groups, row, column, n_rows, n_columns, width, first,
+        GIVEN, HAS_GROUPS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     in_rows, in_columns = m < n_rows - row, n < n_columns - column
     gradient = tl.exp(logits - tl.load(row_shift + row + m, mask=in_rows, other=0.0)[:, None])
