@@ -40,6 +40,7 @@ def side_by_side(
     """Rows (arm, seconds, ratio, low, high, memory_mb), in the order given; ``seconds`` is the median."""
     order = random.Random(seed)
     timed: list[dict[str, Any]] = []
+    gc.freeze()  # all that was imported need not be looked through at every collection
     with progress(label) as advance:
         for turn in range(-1, rounds):
             for arm in order.sample(list(arms), len(arms)):
@@ -52,6 +53,7 @@ def side_by_side(
     columns = {"seconds": wide.median(), "ratio": ratio.median(), "low": ratio.min(), "high": ratio.max()}
     frame = pd.DataFrame(columns).loc[list(arms)].rename_axis("arm").reset_index()
     frame["memory_mb"] = [peak_memory(arms[arm]) if memory else math.nan for arm in arms]
+    gc.unfreeze()
     return frame
 
 
