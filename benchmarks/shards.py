@@ -68,12 +68,12 @@ def stream(shards: Path) -> int:
     return sum(len(sample["jpg"]) for sample in WebDataset([str(tar) for tar in sorted(shards.glob("*.tar"))], shardshuffle=False))
 
 
-def arms(files: Sequence[str], members: Sequence[str], shards: Path) -> dict[str, Arm]:
+def arms(files: Sequence[str], members: Sequence[str], shards: Path, passes: int) -> dict[str, Arm]:
     pixels = pixel_path(PREPROCESS, "fast")
     return {
-        "files": lambda: sum(len(whole(path)) for path in files),
-        "members": lambda: sum(len(content(path)) for path in members),
-        "webdataset": lambda: stream(shards),
+        "files": lambda: sum(len(whole(path)) for _ in range(passes) for path in files),
+        "members": lambda: sum(len(content(path)) for _ in range(passes) for path in members),
+        "webdataset": lambda: sum(stream(shards) for _ in range(passes)),
         "files, decoded": lambda: [pixels(path) for path in files][-1],
         "members, decoded": lambda: [pixels(path) for path in members][-1],
     }
@@ -114,6 +114,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, default=400, help="JPEGs to make")
     parser.add_argument("--side", type=int, default=480, help="pixels of the shorter side")
     parser.add_argument("--per-shard", type=int, default=100, help="records of a tar")
+    parser.add_argument("--passes", type=int, default=10, help="times a round reads the bytes")
     parser.add_argument("--rounds", type=int, default=7, help="times each arm runs")
     parser.add_argument("--seed", type=int, default=0, help="of the pictures, their order and the order of the arms")
     return parser.parse_args()
@@ -121,15 +122,15 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = _arguments()
-    if min(given.pictures, given.rounds, given.per_shard) < 1 or given.side < 8:
-        raise ValueError("give at least 1 picture of 8 pixels, 1 record in a shard and 1 round")
+    if min(given.pictures, given.passes, given.rounds, given.per_shard) < 1 or given.side < 8:
+        raise ValueError("give at least 1 picture of 8 pixels, 1 record in a shard, 1 pass and 1 round")
     torch.set_num_threads(1)
     facts = machine()
     say_machine(facts)
     with tempfile.TemporaryDirectory() as place:
         files = make_files(Path(place) / "files", given.pictures, given.side, given.seed)
         shards = make_shards(files, Path(place) / "shards", given.per_shard)
-        works = arms(shuffled_images(files, given.seed), shuffled_images(shards, given.seed), shards)
+        works = arms(shuffled_images(files, given.seed), shuffled_images(shards, given.seed), shards, given.passes)
         if not works["files"]() == works["members"]() == works["webdataset"]():
             raise ValueError("the arms read different bytes; the pack is wrong")
         reading = {name: works[name] for name in ("files", "members", "webdataset")}

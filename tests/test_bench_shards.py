@@ -25,7 +25,21 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_whole_path(bench, tmp_path, monkeypatch):
-    words = ["shards", "--output", str(tmp_path), "--pictures", "7", "--side", "48", "--per-shard", "3", "--rounds", "2"]
+    words = [
+        "shards",
+        "--output",
+        str(tmp_path),
+        "--pictures",
+        "7",
+        "--side",
+        "48",
+        "--per-shard",
+        "3",
+        "--passes",
+        "1",
+        "--rounds",
+        "2",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     bench.main()
     facts = json.loads((tmp_path / "bytes.json").read_text())
