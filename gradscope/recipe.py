@@ -97,7 +97,8 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """max_steps 0: all steps of all epochs. warmup is a number of steps. checkpoint_every 0: at the end of each epoch."""
+    """max_steps 0: all steps of all epochs. warmup is a number of steps. checkpoint_every 0: at the end of each epoch. compile and
+    channels_last: see ``gradscope.encoders.speed``."""
 
     epochs: int = 3
     max_steps: int = 0
@@ -119,6 +120,8 @@ class Train:
     seed: int = 42
     workers: int = 0
     checkpoint_every: int = 0
+    compile: bool = False
+    channels_last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

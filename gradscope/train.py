@@ -34,6 +34,7 @@ from gradscope.distributed import everyones, first_rank_first, is_sharded, local
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.freeze import checkpoint_activations, freeze
 from gradscope.encoders.load import load_encoder, resolve_device
+from gradscope.encoders.speed import speed_up
 from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import FixedCaptions, fixed_captions
 from gradscope.frameworks.clip import Clip, total_loss
@@ -97,6 +98,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         encoder.add_token_scale()
     encoder.model.logit_scale.requires_grad_(settings.scale == "learn")
     frozen = str(freeze(encoder, recipe.encoder.freeze)) if recipe.encoder.freeze else ""
+    faster = "; ".join(speed_up(encoder, compiled=settings.compile, channels=settings.channels_last))
     if recipe.encoder.checkpoint_activations:
         checkpoint_activations(encoder)
     if settings.accumulate_mode == "cached":
@@ -132,6 +134,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             kernels=kernels,
             **data.facts(),
             frozen=frozen,
+            faster=faster,
             width=recipe.width,
             negatives_per_anchor=recipe.negatives_per_anchor,
             chance=recipe.chance,
@@ -161,7 +164,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             log.listen(feed)
         words = header(recipe, batches, total_steps, len(data.validation), kernels, facts)
         say(words)
-        for line in [*_ranks_words(recipe), *([frozen] if frozen else [])]:
+        for line in [*_ranks_words(recipe), *filter(None, [frozen, faster])]:
             say(line)
         for note in data.notes:
             say(f"note: {note}")
@@ -538,7 +541,8 @@ def _end(message: str, log: RunLog | SilentLog) -> NoReturn:
 
 def report_failures(reader: StepReader, log: RunLog | SilentLog) -> None:
     for failure in reader.failures:
-        console.print(failure, style="yellow", soft_wrap=True, markup=False)
+        if rank() == 0:
+            console.print(failure, style="yellow", soft_wrap=True, markup=False)
         log.console(failure)
     reader.failures.clear()
 

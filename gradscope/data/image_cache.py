@@ -83,7 +83,7 @@ class CachedPixels:
             shape = max(slot for slot, _ in self.slots.values()) + 1, _bytes(self.read)
             self._levels = np.memmap(self.file, np.uint8, "c", shape=shape)
         stored = self._levels[slot]
-        if zlib.crc32(stored) != checksum:
+        if zlib.crc32(stored.data) != checksum:
             return self._mended(path, slot, checksum)
         return torch.from_numpy(stored).view(3, *self.read.size)
 

@@ -1,0 +1,87 @@
+"""Two ways to a faster step that are off by default: compiled blocks, and the channels-last layout of convolutions.
+
+compile         each block of a tower becomes one kernel chain by ``torch.compile``; blocks of one shape share what is compiled, so the
+                wait at the first step does not grow with the depth. A tower without blocks is compiled as a whole. Names of parameters
+                stay as they are, and so do checkpoints. Evaluation runs uncompiled: the same weights give the same bytes
+                everywhere. Shapes are fixed (training drops the last, narrower batch).
+channels last   weights of convolutions are stored with their channels side by side, which convolutions on a GPU prefer in half
+                precision. A ViT has one such layer and gains next to nothing; a ResNet is made of them.
+Both give the same numbers to rounding only, so they are settings of the run, and a run is resumed with the same ones.
+
+How it can mislead: the first steps of a compiled run take as long as compiling does (seconds a block shape on a CPU); a forward hook
+of yours inside a compiled block may not fire. The probe's hooks are on embeddings and logits, outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradscope.encoders.dual import DualEncoder
+from gradscope.encoders.freeze import image_tower, text_tower_parts
+
+#: Kinds of blocks that one class may be compiled for: by width, mask, dropout rate, gradient.
+KINDS = 64
+
+
+def speed_up(encoder: DualEncoder, *, compiled: bool, channels: bool) -> list[str]:
+    """What a recipe asks for, before activations are checkpointed and before the encoder is wrapped; in words, nothing without any."""
+    words = [f"{channels_last(encoder)} convolutions with channels last"] if channels else []
+    return [*words, compile_towers(encoder)] if compiled else words
+
+
+def compile_towers(encoder: DualEncoder, backend: str = "inductor") -> str:
+    """Compiles both towers' blocks in place; returns in words what was. ``backend``: of ``torch.compile``.
+
+    Raises:
+        ValueError: no compiler on this machine.
+    """
+    if backend == "inductor":
+        _check_compiler(encoder.device)
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, KINDS)
+    torch._functorch.config.donated_buffer = False  # the probe goes through the graph a second time
+    counts = []
+    for tower in (image_tower(encoder.model), text_tower_parts(encoder.model)):
+        parts = tower.blocks or tower.modules
+        for part in parts:
+            part.forward = _Compiled(
+                module=part, eager=part.forward, compiled=torch.compile(part.forward, backend=backend, dynamic=False)
+            )
+        counts.append(f"{len(parts)} {'blocks' if tower.blocks else 'modules'} of the {tower.name} tower")
+    return f"compiled in training: {', '.join(counts)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    module: nn.Module
+    eager: Callable[..., Any]
+    compiled: Callable[..., Any]
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        return (self.compiled if self.module.training else self.eager)(*args, **settings)
+
+
+def _check_compiler(device: torch.device) -> None:
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        raise ValueError("train.compile needs a C++ compiler on the CPU and found none; install g++ or clang, or drop it") from error
+
+
+def channels_last(encoder: DualEncoder) -> int:
+    """Stores the weights of the image tower's convolutions with their channels last; pictures follow them. Returns how many."""
+    layers = [module for module in encoder.model.visual.modules() if isinstance(module, nn.Conv2d)]
+    for layer in layers:
+        layer.to(memory_format=torch.channels_last)
+    return len(layers)
