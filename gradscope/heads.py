@@ -23,7 +23,7 @@ from gradscope.metrics.gradients import agreement_and_factor
 from gradscope.metrics.softmax import dense_anchors, per_direction
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
-from gradscope.objectives.scores import LOSS_FORMS, directed_loss
+from gradscope.objectives.scores import LOSS_FORMS
 from gradscope.types import DIRECTIONS, Anchors, Embeddings, Head, Scores, Term
 
 Objective = InfoNCE | HN
@@ -46,6 +46,7 @@ class Watched:
     image_grad: Tensor
     text_grad: Tensor
     scale_grad: Tensor | None
+    direction_grads: Mapping[str, Tensor] = field(default_factory=dict)
     margin_mean: Tensor | None = None  # where it was streamed
 
 
@@ -55,8 +56,8 @@ class Observed:
 
     ``initial_text`` [N, D]: the initial encoder's caption rows, to measure the drift of G against. ``margin_text`` [N, D0]: the rows
     that a frozen or external margin is made of. ``excluded`` [N, N]: cells that are no negatives; ``groups`` [N]: the same as equal
-    numbers, where the softmax is streamed. ``candidates``: the embeddings of all ranks, where the softmax is over those; then ``rows``
-    says which of them are this rank's.
+    numbers, where the softmax is streamed. ``cosine`` [N, N]: of the rows of both towers, where it was formed already. ``candidates``:
+    the embeddings of all ranks, where the softmax is over those; then ``rows`` says which of them are this rank's.
     """
 
     captions: tuple[str, ...] | None = None
@@ -66,6 +67,7 @@ class Observed:
     margin_text: Tensor | None = None
     excluded: Tensor | None = None
     groups: Tensor | None = None
+    cosine: Tensor | None = None
     candidates: Embeddings | None = None
     rows: slice = field(default_factory=lambda: slice(None))
 
@@ -107,19 +109,46 @@ class Heads:
         """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
         with torch.enable_grad():
             image, text, scale = (leaf(t) for t in (embeddings.image, embeddings.text, embeddings.scale))
-            leaves, rows = (image, text, scale), (self._unit(image), self._unit(text))
+            rows = (self._unit(image), self._unit(text))
+            if not self.streams(len(text), text.device):
+                return self._dense(name, (image, text), rows, scale, observed)
             objective = self.objectives[name]
-            if self.streams(len(text), text.device):
-                streamed = objective.streamed(*rows, scale, observed.margin_text, observed.groups, top=self.top)
-                loss = streamed.loss.mean()
-                mean = objective.margin_mean(rows[1].detach(), observed.margin_text, observed.groups)
-                *by_rows, by_scale = torch.autograd.grad(loss, leaves)
-                return _watched(loss, None, [*map(completed, by_rows), by_scale], streamed.anchors, mean)
-            scores = objective.scores(*rows, scale, observed.margin_text, observed.excluded)
-            loss = directed_loss(scores, self.directions, self.loss_form).mean()
-            logit_grad, *gradients = torch.autograd.grad(loss, [scores.logits, *leaves])
-        scores = _detached(scores)
-        return replace(_watched(loss, logit_grad, gradients, dense_anchors(scores, self.directions)), scores=scores)
+            streamed = objective.streamed(*rows, scale, observed.margin_text, observed.groups, top=self.top)
+            loss = streamed.loss.mean()
+            mean = objective.margin_mean(rows[1].detach(), observed.margin_text, observed.groups)
+            *by_rows, by_scale = torch.autograd.grad(loss, (image, text, scale))
+        return _watched(loss, None, [*map(completed, by_rows), by_scale], streamed.anchors, mean)
+
+    def _dense(
+        self, name: str, leaves: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], scale: Tensor, observed: Observed
+    ) -> Watched:
+        """With the cells. The gradients at the rows are formed from the one at the logits, so that a product that is known is not
+        formed again."""
+        image, text = (side.detach() for side in rows)
+        scores = self.objectives[name].scores(image, text, scale.detach(), observed.margin_text, observed.excluded, observed.cosine)
+        loss, parts = self._by_direction(scores)
+        logit_grad = sum(part if d == "i2t" else part.T.contiguous() for d, part in parts.items())  # a strided sum takes five times
+        assert isinstance(logit_grad, Tensor)
+        pulled = scores.scale * logit_grad
+        at_rows = [pulled @ text, pulled.T @ image]
+        if self.normalise:
+            at_rows = list(torch.autograd.grad(rows, leaves, at_rows))
+        raised = scores.cosine if scores.margin is None else scores.cosine + scores.margin
+        gradients = [*at_rows, torch.dot(logit_grad.flatten(), raised.flatten())]
+        parts = parts if self.by_direction else {}
+        found = _watched(loss, logit_grad, gradients, dense_anchors(scores, self.directions))
+        return replace(found, scores=scores, direction_grads=parts)
+
+    def _by_direction(self, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+        """The batch-mean loss [], and what each direction adds to its gradient at the logits, [N, N] with anchors in rows."""
+        rows, parts = [], {}
+        for direction, logits in per_direction(scores.logits, self.directions).items():
+            with torch.enable_grad():
+                copy = logits.detach().contiguous().requires_grad_()
+                loss = LOSS_FORMS[self.loss_form](copy)
+                parts[direction] = torch.autograd.grad(loss.mean() / len(self.directions), copy)[0]
+            rows.append(loss.detach())
+        return (torch.stack(rows).sum(dim=0) / len(rows)).mean(), parts
 
     def head(self, name: str, watched: Watched, param_grads: Sequence[Tensor | None] | None, factor: Tensor | float) -> Head:
         """All of an objective that quantities look at. ``factor``: what ``param_grads`` must still be multiplied by."""
@@ -131,7 +160,7 @@ class Heads:
             anchors=watched.anchors,
             loss=watched.loss,
             logit_grad=watched.logit_grad,
-            direction_grads=self._direction_grads(watched.scores),
+            direction_grads=watched.direction_grads,
             image_grad=watched.image_grad,
             text_grad=watched.text_grad,
             param_grads=param_grads,
@@ -139,16 +168,6 @@ class Heads:
             margin_mean=watched.margin_mean,
             directions=self.directions,
         )
-
-    def _direction_grads(self, scores: Scores | None) -> dict[str, Tensor]:
-        if scores is None or not self.by_direction:
-            return {}
-        return {d: self._direction_grad(m) for d, m in per_direction(scores.logits, self.directions).items()}
-
-    def _direction_grad(self, logits: Tensor) -> Tensor:
-        with torch.enable_grad():
-            copy = logits.detach().requires_grad_()
-            return torch.autograd.grad(LOSS_FORMS[self.loss_form](copy).mean() / len(self.directions), copy)[0]
 
     def through_towers(
         self, embeddings: Embeddings, watched: Watched, parameters: Sequence[Tensor], rows: slice, *, replayed: bool
@@ -209,7 +228,9 @@ class Heads:
             mean = self.objectives[term.name].margin_mean(text.detach(), observed.margin_text, observed.groups)
             return _watched(loss, None, gradients, term.anchors, mean)
         scores = _detached(term.scores)
-        return replace(_watched(loss, kept["logits"] * unscale, gradients, dense_anchors(scores, self.directions)), scores=scores)
+        parts = self._by_direction(scores)[1] if self.by_direction else {}
+        found = _watched(loss, kept["logits"] * unscale, gradients, dense_anchors(scores, self.directions))
+        return replace(found, scores=scores, direction_grads=parts)
 
 
 def _watched(

@@ -180,6 +180,7 @@ class StepReader:
             margin_text=margin_text,
             excluded=terms[0].scores.excluded if terms and terms[0].scores else None,
             groups=terms[0].groups if terms else None,
+            cosine=terms[0].scores.cosine.detach() if terms and terms[0].scores else None,
         )
         self.open(embeddings, observed, terms=terms, unscale=1.0 / loss_scale, replayed=replayed)
         whole = False
@@ -274,12 +275,14 @@ class StepReader:
     def _known(self, embeddings: Embeddings, observed: Observed, alone: bool) -> dict[str, Watched]:
         """The objectives whose gradient the backward will not leave in ``.grad``, at the embeddings."""
         with self._timed("heads"):
-            at = observed.candidates or embeddings
-            return {
-                name: self.heads.evaluate(name, at, observed)
-                for name in self.heads.objectives
-                if not (alone and name == self.heads.trained)
-            }
+            at, known = observed.candidates or embeddings, {}
+            for name in self.heads.objectives:
+                if alone and name == self.heads.trained:
+                    continue
+                known[name] = self.heads.evaluate(name, at, observed)
+                if known[name].scores is not None:
+                    observed = replace(observed, cosine=known[name].scores.cosine)
+            return known
 
     def _param_grads(
         self, embeddings: Embeddings, observed: Observed, known: dict[str, Watched], ours: bool, replayed: bool

@@ -19,7 +19,7 @@ the answer; and two tensors are needed to know whether the objective still teach
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -126,19 +126,6 @@ def negative_log_shares(logits: Tensor) -> Tensor:
     """log of each negative's share of its row's residual mass, [N, N] float64, -inf on the diagonal; rows sum to 1 in exp."""
     masked = negatives(logits)
     return masked - torch.logsumexp(masked, dim=1, keepdim=True)
-
-
-def push_shares(logits: Tensor, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The share of all residual mass that lies on the cells of each mask, over all rows of all matrices: [] float64 each.
-
-    Args:
-        logits: [K, N, N], anchors in rows.
-        masks: bool [K, N, N] each; a positive does not count, whatever its mask says.
-    """
-    logs = torch.stack([negatives(m) - torch.logsumexp(m.double(), dim=1, keepdim=True) for m in logits])  # log p_ij
-    push = torch.exp(logs - logs.max())
-    total = push.sum()
-    return {name: push.masked_fill(~mask, 0.0).sum() / total for name, mask in masks.items()}
 
 
 def effective_number(weights: Tensor) -> Tensor:

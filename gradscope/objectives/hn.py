@@ -35,14 +35,21 @@ class HN(SoftmaxObjective):
         return self.margin in ("frozen", "external")
 
     def scores(
-        self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None, excluded: Tensor | None = None
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        margin_text: Tensor | None = None,
+        excluded: Tensor | None = None,
+        cosine: Tensor | None = None,
     ) -> Scores:
         """Unit rows [N, D] twice, scale [], and for a frozen or external margin that encoder's rows of the captions -> Scores.
 
-        ``excluded`` [N, N] marks cells that are no negatives: they have no margin, and no part in its mean.
+        ``excluded`` [N, N] marks cells that are no negatives: they have no margin, and no part in its mean. ``cosine``: see
+        ``dense_scores``.
         """
         margin = margin_matrix(self.margin, self.gamma, text, margin_text, excluded)
-        return dense_scores(image, text, scale, margin, excluded)
+        return dense_scores(image, text, scale, margin, excluded, cosine)
 
     def streamed(
         self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None, groups: Tensor | None = None, top: int = 0

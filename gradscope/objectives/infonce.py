@@ -29,13 +29,19 @@ class InfoNCE(SoftmaxObjective):
         return False
 
     def scores(
-        self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None, excluded: Tensor | None = None
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        margin_text: Tensor | None = None,
+        excluded: Tensor | None = None,
+        cosine: Tensor | None = None,
     ) -> Scores:
         """Unit rows [N, D] twice and scale [] -> Scores; ``excluded`` [N, N] marks cells that are no negatives.
 
-        ``margin_text`` is not looked at.
+        ``cosine``: see ``dense_scores``. ``margin_text`` is not looked at.
         """
-        return dense_scores(image, text, scale, excluded=excluded)
+        return dense_scores(image, text, scale, excluded=excluded, cosine=cosine)
 
     def streamed(
         self, image: Tensor, text: Tensor, scale: Tensor, margin_text: Tensor | None = None, groups: Tensor | None = None, top: int = 0

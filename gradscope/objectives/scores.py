@@ -20,7 +20,14 @@ from torch.nn import functional as F
 from gradscope.types import Scores
 
 
-def dense_scores(image: Tensor, text: Tensor, scale: Tensor, margin: Tensor | None = None, excluded: Tensor | None = None) -> Scores:
+def dense_scores(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    margin: Tensor | None = None,
+    excluded: Tensor | None = None,
+    cosine: Tensor | None = None,
+) -> Scores:
     """Scores of N images against N captions, in fp32 (or wider, if the rows are).
 
     Args:
@@ -28,8 +35,9 @@ def dense_scores(image: Tensor, text: Tensor, scale: Tensor, margin: Tensor | No
         scale: [] the multiplier after exp.
         margin: [N, N] with a zero diagonal, or None.
         excluded: bool [N, N], the cells that are no negatives, False on the diagonal; or None.
+        cosine: [N, N] image @ text.T where it is known already; no gradient then reaches the rows.
     """
-    cosine = image @ text.T  # [N, N]
+    cosine = image @ text.T if cosine is None else cosine  # [N, N]
     logits = scale * (cosine if margin is None else cosine + margin)
     if excluded is not None:
         # Added after the scale, whose gradient would be 0 * inf otherwise. A sum hands its gradient on as it is, strides included, so

@@ -41,18 +41,24 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from gradscope.metrics.counting import counts_of, sums_of
 from gradscope.metrics.duplicates import above_positive, identical_rows, same_strings, token_overlap
-from gradscope.metrics.softmax import per_direction, push_shares
-from gradscope.objectives.margin import caption_cosines
+from gradscope.metrics.order_statistics import order_statistics
+from gradscope.metrics.softmax import per_direction, row_slices
+from gradscope.objectives.margin import remembered_cosines
 from gradscope.quantities import quantities
-from gradscope.types import Head, Reading, Step
+from gradscope.types import Head, Reading, Scores, Step
 
 NEAR = (0.95, 0.99)
 QUANTILES = (50, 90, 99)
 
 #: Two unit rows of one image differ in their last bits only: a cosine of 1 to fp32 rounding.
 SAME_IMAGE = 1 - 1e-6
+
+#: The masks that a guide makes, and that are counted.
+GUIDES = ("captions_", "pairs_")
 
 Values = dict[str, tuple[Tensor, str]]
 
@@ -71,32 +77,36 @@ class FalseNegatives:
     def __call__(self, step: Step) -> list[Reading]:
         if len(step.embeddings.text) < 2:
             return []  # no negatives
-        cosines = caption_cosines(step.embeddings.text)  # [N, N]
+        scores = next(iter(step.heads.values())).scores
+        assert scores is not None
+        cosines = remembered_cosines(step.embeddings.text, step.memo)  # [N, N]
         identical, strings = _identical(step), _strings(step)
-        pictures = caption_cosines(step.embeddings.image)
+        pictures = remembered_cosines(step.embeddings.image, step.memo)
         images = (pictures >= SAME_IMAGE).fill_diagonal_(False)
         values = _closeness(cosines) | _texts(step, identical, strings) | _overlap(step, cosines)
         values["same_image"] = (_share(images) + 0.0 * pictures.sum(), "share")
         readings = [_reading(key, value, unit) for key, (value, unit) in values.items()]
         duplicates = strings if identical is None else identical
         masks = {"same_image": images} if duplicates is None else {"identical": duplicates, "same_image": images}
-        return readings + self._guided(step, cosines, masks)
+        return readings + self._guided(step, scores, cosines, masks)
 
-    def _guided(self, step: Step, cosines: Tensor, masks: Mapping[str, Tensor]) -> list[Reading]:
+    def _guided(self, step: Step, scores: Scores, cosines: Tensor, masks: Mapping[str, Tensor]) -> list[Reading]:
         """Where each guide masks, and the share of each objective's push on every mask."""
-        head = next(iter(step.heads.values()))
-        scores, directions = head.scores, head.directions
-        guided = {f"captions_{kind}": [mask] * len(directions) for kind, mask in self._above(cosines, scores.cosine).items()}
-        pairs = [self._above(matrix, scores.cosine) for matrix in per_direction(scores.cosine, directions).values()]
-        guided |= {f"pairs_{kind}": [masked[kind] for masked in pairs] for kind in ("absolute", "relative")}
-        kept = _kept(cosines, scores.excluded)
-        readings = []
-        for name, matrices in guided.items():
-            counts = torch.stack([(matrix & kept).sum() for matrix in matrices]).double().mean() + 0.0 * scores.cosine.sum()
-            readings.append(_reading(f"masked_{name}", counts / kept.sum(), "share"))
-            readings.append(_reading(f"masked_{name}_per_anchor", counts / len(kept), "negatives"))
-        everything = {name: [mask] * len(directions) for name, mask in masks.items()} | guided
-        return readings + [reading for each in step.heads.values() for reading in _pushes(each, everything)]
+        masks = {**masks, **{f"captions_{kind}": mask for kind, mask in self._above(cosines, scores.cosine).items()}}
+        directions = next(iter(step.heads.values())).directions
+        chosen: dict[str, Chosen] = {}
+        for direction, matrix in per_direction(scores.cosine, directions).items():
+            pairs = {f"pairs_{kind}": mask for kind, mask in self._above(matrix.contiguous(), scores.cosine).items()}
+            chosen[direction] = Chosen(masks | pairs, scores.excluded)
+        names = list(chosen[directions[0]].names)
+        readings, nan = [], 0.0 * scores.cosine.sum()
+        kept = _kept(len(cosines), scores.excluded)
+        counts = torch.stack([each.counts() for each in chosen.values()]).double().mean(dim=0) + nan  # [masks]
+        for name, count in zip(names, counts, strict=True):
+            if name.startswith(GUIDES):
+                readings.append(_reading(f"masked_{name}", count / kept, "share"))
+                readings.append(_reading(f"masked_{name}_per_anchor", count / len(cosines), "negatives"))
+        return readings + [reading for head in step.heads.values() for reading in _pushes(head, chosen)]
 
     def _above(self, guide: Tensor, cosine: Tensor) -> dict[str, Tensor]:
         positive = cosine.diagonal()
@@ -107,23 +117,22 @@ class FalseNegatives:
 
 
 def _closeness(cosines: Tensor) -> Values:
-    n = len(cosines)
-    upper = torch.triu_indices(n, n, offset=1, device=cosines.device)
-    pairs = cosines[upper[0], upper[1]].sort().values  # torch.quantile refuses more than 16 million
+    pairs = torch.cat([row[i + 1 :] for i, row in enumerate(cosines.unbind())])
     nan = 0.0 * pairs.sum()
     hardest = _hardest(cosines)
-    values: Values = {f"cosine_q{q}": (_quantile(pairs, q / 100) + nan, "cosine") for q in QUANTILES}
-    values["cosine_max"] = (pairs[-1] + nan, "cosine")
-    values |= {f"pairs_above_{near}": ((pairs >= near).double().mean() + nan, "share") for near in NEAR}
+    values: Values = {f"cosine_q{q}": (value + nan, "cosine") for q, value in zip(QUANTILES, _quantiles(pairs), strict=True)}
+    values["cosine_max"] = (pairs.amax() + nan, "cosine")
+    values |= {f"pairs_above_{near}": (torch.count_nonzero(pairs >= near).double() / len(pairs) + nan, "share") for near in NEAR}
     values[f"captions_above_{NEAR[-1]}"] = ((hardest >= NEAR[-1]).double().mean() + nan, "share")
     return values
 
 
-def _quantile(ordered: Tensor, q: float) -> Tensor:
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return torch.lerp(ordered[low].double(), ordered[high].double(), place - low)
+def _quantiles(pairs: Tensor) -> list[Tensor]:
+    """Of ``QUANTILES``, between neighbours linearly: float64 [] each."""
+    places = [q / 100 * (len(pairs) - 1) for q in QUANTILES]
+    ranks = [rank for place in places for rank in (int(place), min(int(place) + 1, len(pairs) - 1))]
+    ends = order_statistics(pairs, ranks).double().view(-1, 2)
+    return [torch.lerp(low, high, place - int(place)) for (low, high), place in zip(ends, places, strict=True)]
 
 
 def _texts(step: Step, identical: Tensor | None, strings: Tensor | None) -> Values:
@@ -181,16 +190,65 @@ def _strings(step: Step) -> Tensor | None:
     return same_strings(step.captions, step.embeddings.text.device) if known else None  # type: ignore[arg-type]
 
 
-def _pushes(head: Head, masks: Mapping[str, list[Tensor]]) -> list[Reading]:
-    """The share of the head's push on the cells of each mask, given per direction with anchors in rows."""
-    logits = torch.stack(list(per_direction(head.scores.logits, head.directions).values()))
-    shares = push_shares(logits, {name: torch.stack(matrices) for name, matrices in masks.items()})
-    return [_reading(f"push_{name}", share, "share", head.name) for name, share in shares.items()]
+def _pushes(head: Head, chosen: Mapping[str, Chosen]) -> list[Reading]:
+    """The share of the head's push on the cells of each mask, over all anchors of all directions."""
+    assert head.scores is not None
+    odds = head.anchors.log_odds
+    largest = torch.cat([F.logsigmoid(x) for x in odds.values()]).max()  # of the residuals: no sum of shares is far from 1
+    sums = [
+        each.push(per_direction(head.scores.logits)[direction].contiguous(), odds[direction], largest)
+        for direction, each in chosen.items()
+    ]
+    *on_masks, total = torch.stack(sums).sum(dim=0)
+    names = next(iter(chosen.values())).names
+    return [_reading(f"push_{name}", value / total, "share", head.name) for name, value in zip(names, on_masks, strict=True)]
 
 
-def _kept(cosines: Tensor, excluded: Tensor | None) -> Tensor:
-    """[N, N] the cells that are negatives."""
-    return ~_eye(cosines) if excluded is None else ~(_eye(cosines) | excluded)
+class Chosen:
+    """Several masks [N, N] of one direction, anchors in rows, as the bits of one number per cell: each is counted in one pass for all.
+
+    What is no negative (the diagonal, an excluded cell) is in none.
+    """
+
+    def __init__(self, masks: Mapping[str, Tensor], excluded: Tensor | None) -> None:
+        self.names = tuple(masks)
+        first, *others = masks.values()
+        self._codes = first.to(torch.uint8)
+        for bit, mask in enumerate(others, 1):
+            self._codes |= mask.to(torch.uint8) << bit
+        self._codes.fill_diagonal_(0)
+        if excluded is not None:
+            self._codes.masked_fill_(excluded, 0)
+
+    def counts(self) -> Tensor:
+        """How many cells each mask chose, int64 [masks]."""
+        return self._by_mask(counts_of(self._codes.flatten(), self._size))
+
+    def push(self, logits: Tensor, log_odds: Tensor, largest: Tensor) -> Tensor:
+        """The sum over the cells of each mask, and over all negatives, of p_ij / exp(largest): float64 [masks + 1].
+
+        ``logits`` [N, N] of this direction, -inf where excluded; ``log_odds`` [N] of its anchors.
+        """
+        norm = logits.diagonal().double() + F.softplus(log_odds, threshold=40.0) + largest  # [N]
+        total = torch.zeros(self._size, dtype=torch.float64, device=logits.device)
+        for rows in row_slices(*logits.shape):
+            cells = logits[rows].to(torch.float64, copy=True).sub_(norm[rows, None]).exp_()
+            cells.diagonal(rows.start).fill_(0.0)
+            total += sums_of(self._codes[rows].flatten(), cells.flatten(), self._size)
+        return torch.cat([self._by_mask(total), total.sum().view(1)])
+
+    @property
+    def _size(self) -> int:
+        return 1 << len(self.names)
+
+    def _by_mask(self, by_code: Tensor) -> Tensor:
+        codes = torch.arange(self._size, device=by_code.device)
+        return torch.stack([by_code.masked_fill(codes >> bit & 1 == 0, 0).sum() for bit in range(len(self.names))])
+
+
+def _kept(n: int, excluded: Tensor | None) -> Tensor | int:
+    """How many cells are negatives."""
+    return n * (n - 1) if excluded is None else n * (n - 1) - excluded.sum()
 
 
 def _eye(matrix: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from gradscope.metrics.duplicates import group_sizes
 from gradscope.metrics.softmax import per_direction
-from gradscope.objectives.margin import caption_cosines
+from gradscope.objectives.margin import remembered_cosines
 from gradscope.quantities import quantities
 from gradscope.types import Head, Reading, Scores, Step
 
@@ -59,7 +59,7 @@ class Residual:
         scores = next(iter(step.heads.values())).scores
         if scores is None:
             return {}
-        captions = self._first(caption_cosines(step.embeddings.text), scores.excluded)
+        captions = self._first(remembered_cosines(step.embeddings.text, step.memo), scores.excluded)
         return {
             name: {"caption": captions, "logit": self._first(matrix, scores.excluded)}
             for name, matrix in per_direction(scores.cosine).items()
@@ -68,7 +68,9 @@ class Residual:
     def _first(self, matrix: Tensor, excluded: Tensor | None) -> Tensor:
         """The anchor itself is -inf, so last; so are captions excluded as its duplicates."""
         count = min(max(self.top), max(matrix.shape[1] - 1, 1))
-        cells = matrix.clone() if excluded is None else matrix.masked_fill(excluded, -math.inf)
+        cells = matrix.clone(memory_format=torch.contiguous_format)  # topk of a transposed matrix takes four times as long
+        if excluded is not None:
+            cells.masked_fill_(excluded, -math.inf)
         return cells.fill_diagonal_(-math.inf).topk(count, dim=1).indices
 
     def _shares(self, head: Head, direction: str, scores: Scores, hardest: dict[str, Tensor]) -> list[Reading]:

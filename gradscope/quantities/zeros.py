@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from gradscope.metrics.gradients import present, statistics
+from gradscope.metrics.softmax import row_slices
 from gradscope.metrics.zero_causes import zeros_in_rows
 from gradscope.quantities import quantities
 from gradscope.types import Head, Reading, Scores, Step
@@ -61,7 +62,7 @@ def _logits(head: Head, scores: Scores, gradient: Tensor) -> dict[str, Tensor]:
     values = _matrix("logits", gradient)
     if scores.excluded is not None:  # a cell outside the softmax is zero by definition
         kept = ~scores.excluded
-        values["entries.logits"] = ((gradient == 0) & kept).sum().double() / kept.sum()
+        values["entries.logits"] = ((gradient == 0) & kept).count_nonzero().double() / kept.count_nonzero()
     values["loss_zero_gradient_not"] = ((head.loss == 0) & gradient.any()).double()
     for direction, part in head.direction_grads.items():
         values |= _direction(direction, part)
@@ -78,21 +79,22 @@ def _unit(key: str) -> str:
 
 def _matrix(name: str, *gradients: Tensor) -> dict[str, Tensor]:
     rows = torch.cat([(g == 0).all(dim=1) for g in gradients])
-    entries = torch.cat([(g == 0).flatten() for g in gradients])
+    entries = sum(g.numel() for g in gradients)
+    zeros = entries - torch.stack([g.count_nonzero() for g in gradients]).sum()
     return {
-        f"entries.{name}": entries.double().mean(),
+        f"entries.{name}": zeros.double() / entries,
         f"rows.{name}": rows.double().mean(),
-        f"all_zero.{name}": entries.all().double(),
+        f"all_zero.{name}": rows.all().double(),
     }
 
 
 def _direction(direction: str, gradient: Tensor) -> dict[str, Tensor]:
-    lost = (gradient.diagonal() == 0) & (gradient != 0).any(dim=1)
-    total = gradient.double().sum(dim=1).abs()
-    size = gradient.double().abs().sum(dim=1)
+    wide = (gradient[rows].double() for rows in row_slices(*gradient.shape))
+    total, size = torch.cat([torch.stack([strip.sum(dim=1), strip.abs().sum(dim=1)]) for strip in wide], dim=1)  # [N] each
+    lost = (gradient.diagonal() == 0) & (size != 0)
     return {
         f"positive_zero.{direction}": lost.double().mean(),
-        f"row_sum.{direction}": torch.where(size == 0, torch.zeros_like(size), total / size).max(),
+        f"row_sum.{direction}": torch.where(size == 0, torch.zeros_like(size), total.abs() / size).max(),
     }
 
 
