@@ -109,7 +109,7 @@ def processes(device: torch.device) -> Iterator[None]:
         import torch
 
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # small values may be on the host
     ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     signal_before = _on_sigterm()
     try:

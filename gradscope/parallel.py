@@ -16,6 +16,7 @@ dropout draws other numbers on other ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -126,6 +127,8 @@ def _fsdp(encoder: DualEncoder) -> DualEncoder:
                 f"--shard full divides an encoder by its blocks, and the {tower.name} tower {tower.kind} of '{encoder.name}' has none "
                 "that gradscope can tell apart; use --shard none"
             )
+    # It is about writing in place into what a forward returned, which nothing here does; it would come at every step.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(encoder.device.type, (world(),))
     scales = {p for p in (encoder.model.logit_scale, encoder.token_log_scale) if p is not None}
     for block in (block for tower in towers for block in tower.blocks):
