@@ -65,6 +65,7 @@ def ours(setting: Setting) -> dict[str, Loss]:
     return losses | {
         "ours, Triton": streamed("triton"),
         "ours, Triton, no margin": streamed("triton", 0.0),
+        "ours, Triton, fp32 in tiles": streamed("triton-tiles"),
         "ours, Triton, top 10": streamed("triton", GAMMA, 10),
         "ours, Triton, three-fold TF32": streamed("triton-tf32x3"),
         "ours, Triton, TF32": streamed("triton-tf32"),
