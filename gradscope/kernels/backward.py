@@ -41,7 +41,7 @@ def backward_strip(
         product = torch.zeros_like(queries)
         for column_number, column in enumerate(blocks.columns):
             a = sides.cells(blocks.logits(queries, block, column), number, column_number)
-            filled += torch.count_nonzero(a)
+            filled += sides.filled(a)
             if rows:
                 product.addmm_(a, cells.keys[column])
             if down is not None:
@@ -66,6 +66,7 @@ class _Sides:
             self._ranges = [_ranges(logs, spans) for logs, spans in zip(self._logs, (own, blocks.columns), strict=True)]
             sizes = torch.cat(self._weights).abs()
             self._heavy = not bool(((sizes > 0) & (sizes < _SMALLEST_WEIGHT)).any())
+            self._positive = min(float(side.min()) for side in self._weights) > 0
 
     def cells(self, x: Tensor, row: int, column: int) -> Tensor:
         """x -> A of one block; x is overwritten."""
@@ -80,6 +81,12 @@ class _Sides:
         passed = self._heavy and math.isfinite(sum(bounds)) and max(bounds) - min(bounds) <= _LARGEST_SPREAD
         self._passed.append(passed)
         return _shared(x, logs, weights, spare, max(bounds) - _LIFT) if passed else _safe(x, logs, weights, spare)
+
+    def filled(self, a: Tensor) -> Tensor | int:
+        """How many cells of A are not 0. Of positive ones the smallest says it first, in a quarter of the time of counting."""
+        if self._form == "shared" and self._positive and bool(a.amin() > 0):
+            return a.numel()
+        return torch.count_nonzero(a)
 
     def share(self) -> Tensor:
         """[] share of the blocks that were shared so far."""
