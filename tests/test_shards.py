@@ -381,7 +381,7 @@ def test_empty_and_uneven_shards(tmp_path):
     found = read(tmp_path)
     assert [r.id for r in found.records] == list("pqrstu")
     note_with(found.notes, "2 of 4 shards hold no samples (a.tar, d.tar)")
-    refused(tmp_path / "a.tar", "no sample of", "there are none")
+    refused(tmp_path / "a.tar", "no sample of", "1 shards hold none")
     empty = tmp_path / "e" / "x.tar"
     tar_of(empty, [])
     refused(tmp_path / "e", "no sample of")

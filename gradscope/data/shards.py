@@ -91,17 +91,18 @@ class Shards:
 
     def _read(self, split: str, shards: Sequence[Shard]) -> OwnRecords:
         notes = [*self.found.notes, *self.found.manifest.get("splits", {}).get(split, {}).get("notes", [])]
-        indexes = list(self._indexes(shards))
         reading = _Reading(image_key=self.image_key.lower().lstrip("."), caption_key=self.caption_key, encoding=self.encoding)
-        records = reading.records(indexes)
+        for tar, index in self._indexes(shards):
+            reading.add(tar, index)
+        records = reading.records()
         if not records:
-            raise ValueError(_nothing(self.path, split, indexes, reading))
+            raise ValueError(f"no sample of '{self.path}' (split '{split}') has a picture and a caption: {reading.why_nothing()}")
         return OwnRecords(
             records=tuple(records),
             key="",
             n_rows=reading.samples,
             n_empty=len(reading.left_out.get(_EMPTY, [])),
-            notes=(*notes, *_counted(indexes), *reading.notes()),
+            notes=(*notes, *reading.notes()),
         )
 
     def _indexes(self, shards: Sequence[Shard]) -> Iterator[tuple[Path, ShardIndex]]:
@@ -128,21 +129,40 @@ class _Reading:
         self._joined: list[str] = []
         self._repeated: list[str] = []
         self._sources: Counter[str] = Counter()
+        self._found: list[tuple[Record, str]] = []
+        self._shards, self._empty = 0, list[str]()
+        self._skipped: Counter[str] = Counter()
+        self._endings: Counter[str] = Counter()
 
-    def records(self, indexes: Sequence[tuple[Path, ShardIndex]]) -> list[Record]:
-        found: list[tuple[Record, str]] = []
-        for tar, index in indexes:
-            for sample in self._chosen(str(tar), index.runs):
-                try:
-                    found.append((self._record(sample), sample.tar))
-                except _LeftOut as reason:
-                    self.left_out.setdefault(str(reason), []).append(sample.key)
-        return _named_apart(found)
+    def add(self, tar: Path, index: ShardIndex) -> None:
+        """One shard at a time: its texts are not kept twice."""
+        self._shards += 1
+        self._skipped.update(index.skipped)
+        if not index.runs:
+            self._empty.append(tar.name)
+        for sample in self._chosen(str(tar), index.runs):
+            try:
+                self._found.append((self._record(sample), sample.tar))
+            except _LeftOut as reason:
+                self.left_out.setdefault(str(reason), []).append(sample.key)
+        if not self._found:  # of use only where there is nothing
+            self._endings.update(piece.ending.lower() for run in index.runs for piece in run.pieces)
+
+    def records(self) -> list[Record]:
+        return _named_apart(self._found)
+
+    def why_nothing(self) -> str:
+        """Where no sample gives a record: reasons, and the endings there are."""
+        listed = ", ".join(f".{ending} ({count:,})" for ending, count in self._endings.most_common(8)) or "none"
+        reasons = "; ".join(f"{len(keys):,} {why}" for why, keys in self.left_out.items()) or f"{self._shards:,} shards hold none"
+        return f"{reasons}; members end in {listed}; name endings with --image-key and --caption-key"
 
     def notes(self) -> list[str]:
         """What was done, in words."""
         sources = ", ".join(f"{source} ({count:,})" for source, count in self._sources.most_common())
-        lines = [] if set(self._sources) == {_OURS} else [f"captions from {sources}"]
+        lines = [f"{len(self._empty):,} of {self._shards:,} shards hold no samples ({_first(self._empty)})"] if self._empty else []
+        lines += [f"not read, or doubtful: {count:,} {what}" for what, count in self._skipped.items()]
+        lines += [] if set(self._sources) == {_OURS} else [f"captions from {sources}"]
         lines += self._doubled()
         lines += [f"{len(keys):,} of {self.samples:,} samples left out: {why} ({_first(keys)})" for why, keys in self.left_out.items()]
         return lines
@@ -326,25 +346,6 @@ def _named_apart(found: Sequence[tuple[Record, str]]) -> list[Record]:
     stems = Counter(Path(tar).stem for tar in tars)
     label = {tar: Path(tar).stem if stems[Path(tar).stem] == 1 else f"{Path(tar).parent.name}/{Path(tar).stem}" for tar in tars}
     return [record if count[record.id] == 1 else dataclasses.replace(record, id=f"{label[tar]}/{record.id}") for record, tar in found]
-
-
-def _counted(indexes: Sequence[tuple[Path, ShardIndex]]) -> list[str]:
-    skipped: Counter[str] = Counter()
-    for _, index in indexes:
-        skipped.update(index.skipped)
-    empty = [tar.name for tar, index in indexes if not index.runs]
-    lines = [f"{len(empty):,} of {len(indexes):,} shards hold no samples ({_first(empty)})"] if empty else []
-    return lines + [f"not read, or doubtful: {count:,} {what}" for what, count in skipped.items()]
-
-
-def _nothing(path: str, split: str, indexes: Sequence[tuple[Path, ShardIndex]], reading: _Reading) -> str:
-    endings = Counter(piece.ending.lower() for _, index in indexes for run in index.runs for piece in run.pieces)
-    listed = ", ".join(f".{ending} ({count:,})" for ending, count in endings.most_common(8)) or "none"
-    reasons = "; ".join(f"{len(keys):,} {why}" for why, keys in reading.left_out.items()) or "there are none"
-    return (
-        f"no sample of '{path}' (split '{split}', {len(indexes):,} shards) has a picture and a caption: {reasons}; members end in "
-        f"{listed}; name endings with --image-key and --caption-key"
-    )
 
 
 def _first(keys: Sequence[str]) -> str:
