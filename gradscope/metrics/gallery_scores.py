@@ -6,14 +6,16 @@ fp32, in whatever order and with or without fused additions,
     |fp32 score - score| <= gamma |x| |y|,    gamma = n u / (1 - n u),  n = D + 4,  u = 2^-24
 
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1, with Cauchy and Schwarz; four roundings are for rows
-that were float64). So a comparison with a threshold is decided by fp32 unless the fp32 score lies within that of it, and the few scores
-that do are formed again. n is 64 or more, which leaves room for kernels that build an fp32 product of several coarser ones.
+that were float64). Summed in c parts of D / c products each, n is only D / c + c + 4. So a comparison with a threshold is
+decided by fp32 unless the fp32 score lies within that of it, and the few scores that do are formed again. n is 64 or more, which
+leaves room for kernels that build an fp32 product of several coarser ones.
 
 How it can mislead: the bound holds for fp32 products; where a trial (`gradscope.products`) finds none, every tile is float64.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +28,8 @@ from gradscope.products import Products, Shape
 TIE_TOLERANCE = 1e-12
 
 _STRIP = 4096  # rows looked at together, where a copy of all would be large
-_PAIRS = 256  # pairs of rows taken to float64 at a time: they stay in cache
+_DEPTH = 256  # products of an fp32 sum; as fast as more (2026-11-30), with fewer scores to form again
+_PAIRS = 64  # pairs of rows taken to float64 at a time: they stay in cache
 _LARGE = 1e30  # products of norms beyond this may overflow in fp32
 _SMALL = 1 << 14  # a gallery with so few scores is float64 at once: it is done before a trial is
 
@@ -70,74 +73,82 @@ class Gallery:
         if bool((distributed.gathered(mine) != mine).any()):
             raise ValueError("the processes hold different embeddings, so a shared evaluation would count nonsense; gather them first.")
 
-    def positive_scores(self, block: int) -> Tensor:
+    @property
+    def parts(self) -> int:
+        """How many sums an fp32 score is made of, ``depth`` products in each or fewer."""
+        return math.ceil(self.images.shape[1] / _DEPTH)
+
+    @property
+    def depth(self) -> int:
+        return math.ceil(self.images.shape[1] / self.parts)
+
+    def positive_scores(self) -> Tensor:
         """float64 [M]: each caption's score with its own image; minus infinity where one of the two is not finite."""
-        scores = positive_scores(self.images, self.texts, self.owner, block)
+        scores = self.exact(self.owner, torch.arange(len(self.texts), device=self.owner.device))
         return scores.masked_fill_(~(self.good_text & self.good_image[self.owner]), -torch.inf)
+
+    def exact(self, images: Tensor, texts: Tensor) -> Tensor:
+        """float64 [K]: the scores of paired row numbers [K] and [K], both int64; nan or infinite where a row is."""
+        sides = (self.images.detach(), images), (self.texts.detach(), texts)
+        wide = torch.empty(2, min(_PAIRS, len(images)), self.images.shape[1], dtype=torch.float64, device=images.device)
+        narrow = [torch.empty_like(wide[0], dtype=rows.dtype) for rows, _ in sides]  # made once: fresh memory costs more than the sums
+        scores = torch.empty(len(images), dtype=torch.float64, device=images.device)
+        for start in range(0, len(images), _PAIRS):
+            part = slice(start, start + _PAIRS)
+            n = len(images[part])
+            for (rows, numbers), some, double in zip(sides, narrow, wide, strict=True):
+                double[:n] = torch.index_select(rows, 0, numbers[part], out=some[:n])
+            torch.sum(wide[0, :n].mul_(wide[1, :n]), 1, out=scores[part])
+        return scores
 
     def shapes(self, block: int) -> tuple[Shape, ...]:
         """Of whole tiles and of those at the edges, for a trial."""
-        (rows, columns), width = (_sizes(len(x), block) for x in (self.images, self.texts)), self.images.shape[1]
-        return tuple((a, b, width) for a in rows for b in columns)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Tile:
-    """Scores of some images with some captions; own captions and rows that are not finite are minus infinity."""
-
-    scores: Tensor  # [R, C], float32 or float64
-    row_error: Tensor  # [R] float64, how far an entry of this row may be from the true score; 0 where the tile is float64
-    column_error: Tensor  # [C]
-
-    @property
-    def exact(self) -> bool:
-        return self.scores.dtype == torch.float64
+        rows, columns = (_sizes(len(x), block) for x in (self.images, self.texts))
+        return tuple((a, b, self.depth) for a in rows for b in columns)
 
 
 class Tiles:
-    """Makes tiles of a gallery; memory for one is used again and again, so a tile is gone when the next is made."""
+    """Makes tiles [R, C] of a gallery, in which own captions and rows that are not finite score minus infinity.
+
+    Attributes:
+        fp32: whether tiles may be fp32 at all.
+        errors: float64 [N] and [M], how far an fp32 score of an image, and of a caption, may be from the true one.
+    """
 
     def __init__(self, gallery: Gallery, block: int, products: Products | None) -> None:
-        """``products``: those in use, if fp32 is to be used at all."""
+        """``products``: those in use, if fp32 is to be used."""
         self.gallery = gallery
         self.block = block
-        self._norms = [_norms(gallery.images, gallery.good_image), _norms(gallery.texts, gallery.good_text)]
-        self._largest = [[float(part.max()) for part in norms.split(block)] for norms in self._norms]
-        self._whole = [bool(good.all()) for good in (gallery.good_image, gallery.good_text)]
-        self._fp32 = products is not None and products.exact
-        n = max(self.gallery.images.shape[1] + 4, 64)
-        self._gamma = 1.01 * n * _UNIT / (1.0 - n * _UNIT)
+        norms = _norms(gallery.images, gallery.good_image), _norms(gallery.texts, gallery.good_text)
+        largest = norms[0].max(), norms[1].max()
+        self.fp32 = products is not None and products.exact and bool(largest[0] * largest[1] < _LARGE)
+        n = max(gallery.depth + gallery.parts + 4, 64)
+        gamma = 1.01 * n * _UNIT / (1.0 - n * _UNIT)
+        self.errors = gamma * norms[0] * largest[1], gamma * norms[1] * largest[0]
+        self._whole = bool(gallery.good_image.all()), bool(gallery.good_text.all())
         room = min(block, len(gallery.images)) * min(block, len(gallery.texts))
-        self._memory = torch.empty(2, room if self._fp32 else 0, device=gallery.images.device)
+        self._memory = torch.empty(3, room if self.fp32 else 0, device=gallery.images.device)
 
-    def tile(self, i: int, j: int) -> Tile:
-        """Images from row i, captions from row j; fp32 where that is allowed."""
-        largest = [self._largest[0][i // self.block], self._largest[1][j // self.block]]
-        if not self._fp32 or largest[0] * largest[1] > _LARGE:
-            return self.double(i, j)
+    def single(self, i: int, j: int) -> Tensor:
+        """float32, images from row i and captions from row j; gone when the next is made."""
         rows, columns = slice(i, i + self.block), slice(j, j + self.block)
         left, right = self._plain(0, rows), self._plain(1, columns)
-        scores = torch.mm(left, right.T, out=self._room(0, len(left), len(right)))
-        self._leave_out(scores, rows, columns)
-        errors = [self._norms[0][rows] * largest[1], self._norms[1][columns] * largest[0]]
-        return Tile(scores=scores, row_error=self._gamma * errors[0], column_error=self._gamma * errors[1])
+        total, part = (self._room(which, len(left), len(right)) for which in (0, 1))
+        pairs = zip(left.split(self.gallery.depth, dim=1), right.split(self.gallery.depth, dim=1), strict=True)
+        for k, (some, others) in enumerate(pairs):
+            torch.mm(some, others.T, out=part if k else total)
+            if k:
+                total += part
+        return self._left_out(total, rows, columns)
 
-    def double(self, i: int, j: int) -> Tile:
+    def double(self, i: int, j: int) -> Tensor:
         """The same in float64."""
         rows, columns = slice(i, i + self.block), slice(j, j + self.block)
-        scores = finite(self.gallery.images[rows]) @ finite(self.gallery.texts[columns]).T
-        self._leave_out(scores, rows, columns)
-        return Tile(scores=scores, row_error=scores.new_zeros(len(scores)), column_error=scores.new_zeros(scores.shape[1]))
+        return self._left_out(finite(self.gallery.images[rows]) @ finite(self.gallery.texts[columns]).T, rows, columns)
 
-    def scratch(self, rows: int, columns: int) -> Tensor:
-        """float32 [R, C] of memory, for what is done with an fp32 tile."""
-        return self._room(1, rows, columns)
-
-    def exact(self, images: Tensor, texts: Tensor) -> Tensor:
-        """float64 [K]: the scores of paired row numbers [K] and [K], all finite."""
-        pairs = zip(images.split(_PAIRS), texts.split(_PAIRS), strict=True)
-        parts = [(self.gallery.images[a].double() * self.gallery.texts[b].double()).sum(1) for a, b in pairs]
-        return torch.cat(parts) if parts else self._norms[0].new_zeros(0)
+    def scratch(self, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 memory in the shape of an fp32 tile [R, C], twice."""
+        return self._room(1, *tile.shape), self._room(2, *tile.shape)
 
     def _room(self, which: int, rows: int, columns: int) -> Tensor:
         return self._memory[which, : rows * columns].view(rows, columns)
@@ -146,12 +157,13 @@ class Tiles:
         rows = (self.gallery.images, self.gallery.texts)[side][part].float()
         return rows if self._whole[side] else torch.where(finite_rows(rows)[:, None], rows, 0.0)
 
-    def _leave_out(self, scores: Tensor, rows: slice, columns: slice) -> None:
+    def _left_out(self, scores: Tensor, rows: slice, columns: slice) -> Tensor:
         if not self._whole[0]:
             scores.masked_fill_(~self.gallery.good_image[rows, None], -torch.inf)
         if not self._whole[1]:
             scores.masked_fill_(~self.gallery.good_text[columns], -torch.inf)
         leave_out_positives(scores, self.gallery.owner[columns] - rows.start)
+        return scores
 
 
 def _norms(rows: Tensor, good: Tensor) -> Tensor:

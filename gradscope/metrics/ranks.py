@@ -21,7 +21,7 @@ scores below everything; if it is the query, or the query's only positive, the q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from gradscope import distributed
-from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tile, Tiles
+from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tiles
 from gradscope.products import fast_fp32
 
 _CROWDED = 1 / 64  # share of a tile's scores that must be formed again, from which on the tile is float64: about as slow
+_GROUP = 64
 _UNIT = 2.0**-24  # of fp32
 
 
@@ -81,7 +82,7 @@ def ranks(
     if shared:
         gallery.refuse_different()
     block = block or (8192 if gallery.images.is_cuda else 1024)
-    positive = gallery.positive_scores(block)  # [M]
+    positive = gallery.positive_scores()  # [M]
     best = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=positive.device)
     best.scatter_reduce_(0, gallery.owner, positive, "amax")  # [N]
     by_image, by_text = _counted(gallery, best, positive, block, shared)
@@ -100,13 +101,13 @@ def _counted(gallery: Gallery, best: Tensor, positive: Tensor, block: int, share
     """int64 [2, N] and [2, M]: how many negatives score above the tie band of each query, and how many above its lower edge."""
     counts = torch.zeros(2, len(best) + len(positive), dtype=torch.int64, device=best.device)
     by_image, by_text = counts.split([len(best), len(positive)], dim=1)
-    level = [torch.where(torch.isneginf(scores), torch.inf, scores) for scores in (best, positive)]  # the lost count nobody
     part = (distributed.rank(), distributed.world()) if shared else (0, 1)
     places = product(range(0, len(best), block), range(0, len(positive), block))
     with _tiles(gallery, block) as tiles:
+        levels = _Levels.of(best, tiles.errors[0]), _Levels.of(positive, tiles.errors[1])
         for i, j in islice(places, part[0], None, part[1]):
             rows, columns = slice(i, i + block), slice(j, j + block)
-            found = _tile_counts(tiles, i, j, level[0][rows], level[1][columns])
+            found = _tile_counts(tiles, i, j, levels[0][rows], levels[1][columns])
             by_image[:, rows] += found[0]
             by_text[:, columns] += found[1]
     counts = distributed.summed(counts) if shared else counts
@@ -122,53 +123,71 @@ def _tiles(gallery: Gallery, block: int) -> Iterator[Tiles]:
             yield Tiles(gallery, block, products)
 
 
-def _tile_counts(tiles: Tiles, i: int, j: int, image_level: Tensor, text_level: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Levels:
+    """What the scores of Q queries are compared with, [Q] each."""
+
+    level: Tensor  # float64, the best positive; infinity for the lost, whose count is nobody's
+    high: Tensor  # float32: an fp32 score above it is above the tie band
+    low: Tensor  # float32: an fp32 score below it is below the tie band
+
+    @classmethod
+    def of(cls, score: Tensor, error: Tensor) -> _Levels:
+        level = torch.where(torch.isneginf(score), torch.inf, score)
+        error = error + 2.0 * _UNIT * level.abs() + 1e-30  # the thresholds are rounded, too
+        low = (level - TIE_TOLERANCE - error).float().clamp_min(torch.finfo(torch.float32).min)  # above minus infinity
+        return cls(level=level, high=(level + TIE_TOLERANCE + error).float(), low=low)
+
+    def __getitem__(self, part: slice) -> _Levels:
+        return _Levels(level=self.level[part], high=self.high[part], low=self.low[part])
+
+
+def _tile_counts(tiles: Tiles, i: int, j: int, image: _Levels, text: _Levels) -> tuple[Tensor, Tensor]:
     """int64 [2, R] and [2, C] of one tile."""
-    tile = tiles.tile(i, j)
-    if not tile.exact:
-        sides = _Side(tiles, tile, image_level, dim=1), _Side(tiles, tile, text_level, dim=0)
-        unsure = int(sides[0].unsure.sum() + sides[1].unsure.sum())
-        if unsure <= _CROWDED * tile.scores.numel():
-            if unsure:
-                sides[0].settle(lambda query, other: tiles.exact(i + query, j + other))
-                sides[1].settle(lambda query, other: tiles.exact(i + other, j + query))
-            return sides[0].counts, sides[1].counts
-        tile = tiles.double(i, j)
-    return _exact_counts(tile.scores, image_level[:, None], 1), _exact_counts(tile.scores, text_level, 0)
+    if tiles.fp32:
+        tile = tiles.single(i, j)
+        by_row = _single_counts(tiles, tile, (i, j), image, dim=1)
+        by_column = None if by_row is None else _single_counts(tiles, tile, (i, j), text, dim=0)
+        if by_row is not None and by_column is not None:
+            return by_row, by_column
+    wide = tiles.double(i, j)
+    return _double_counts(wide, image.level[:, None], 1), _double_counts(wide, text.level, 0)
 
 
-class _Side:
-    """The counts of one direction in an fp32 tile, whose queries are its rows (dim 1) or its columns (dim 0)."""
-
-    def __init__(self, tiles: Tiles, tile: Tile, level: Tensor, dim: int) -> None:
-        error = (tile.row_error if dim else tile.column_error) + 2.0 * _UNIT * level.abs() + 1e-30  # thresholds are rounded, too
-        scratch = tiles.scratch(*tile.scores.shape)
-        self._scores, scratch = (tile.scores, scratch) if dim else (tile.scores.T, scratch.T)
-        self._level = level
-        self._high = (level + TIE_TOLERANCE + error).float()
-        self._low = (level - TIE_TOLERANCE - error).float().clamp_min(torch.finfo(torch.float32).min)  # above minus infinity
-        # 0 or 1 in fp32, which torch makes and adds faster than bool.
-        above = torch.gt(self._scores, self._high[:, None], out=scratch).sum(1)
-        reached = torch.ge(self._scores, self._low[:, None], out=scratch).sum(1)
-        self.counts = torch.stack([above, reached]).long()
-
-    @property
-    def unsure(self) -> Tensor:
-        """int64 [Q]: scores that fp32 cannot place."""
-        return self.counts[1] - self.counts[0]
-
-    def settle(self, exact: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Forms them again; ``exact`` gives the scores of paired numbers of queries and candidates."""
-        some = torch.nonzero(self.unsure)[:, 0]
-        scores = self._scores[some]
-        query, other = torch.nonzero((scores >= self._low[some, None]) & (scores <= self._high[some, None]), as_tuple=True)
-        query = some[query]
-        score, level = exact(query, other), self._level[query]
-        self.counts[0].index_add_(0, query, (score > level + TIE_TOLERANCE).long())
-        self.counts[1].index_add_(0, query, -(score < level - TIE_TOLERANCE).long())
+def _single_counts(tiles: Tiles, tile: Tensor, place: tuple[int, int], levels: _Levels, dim: int) -> Tensor | None:
+    """int64 [2, Q] for the queries in the rows (dim 1) or columns (dim 0) of an fp32 tile; None if too much must be formed again."""
+    low, high = (levels.low[:, None], levels.high[:, None]) if dim else (levels.low, levels.high)
+    above, reached = tiles.scratch(tile)  # 0 or 1 in fp32, which torch makes and adds faster than bool
+    counts = torch.stack([torch.gt(tile, high, out=above).sum(dim), torch.ge(tile, low, out=reached).sum(dim)]).long()
+    unsure = int((counts[1] - counts[0]).sum())
+    if unsure > _CROWDED * tile.numel():
+        return None
+    if unsure:
+        number = _nonzero(reached.sub_(above).view(-1))
+        row, column = number // tile.shape[1], number % tile.shape[1]
+        score = tiles.gallery.exact(place[0] + row, place[1] + column)
+        _settle(counts, row if dim else column, score, levels.level)
+    return counts
 
 
-def _exact_counts(tile: Tensor, level: Tensor, dim: int) -> Tensor:
+def _settle(counts: Tensor, query: Tensor, score: Tensor, level: Tensor) -> None:
+    """Puts right what was counted of ``score`` [K], float64, for ``query`` [K]: not above the band, but above its lower edge."""
+    level = level[query]
+    counts[0].index_add_(0, query, (score > level + TIE_TOLERANCE).long())
+    counts[1].index_add_(0, query, -(score < level - TIE_TOLERANCE).long())
+
+
+def _nonzero(flags: Tensor) -> Tensor:
+    """int64 places of the ones among many float32 zeros [K]: by groups first, which leaves little to look through."""
+    if len(flags) % _GROUP:
+        return torch.nonzero(flags)[:, 0]
+    groups = flags.view(-1, _GROUP)
+    some = torch.nonzero(groups.sum(1))[:, 0]
+    group, place = torch.nonzero(groups.index_select(0, some), as_tuple=True)
+    return some[group] * _GROUP + place
+
+
+def _double_counts(tile: Tensor, level: Tensor, dim: int) -> Tensor:
     """int64 [2, Q]: how many scores of a float64 tile lie above the tie band, and how many above its lower edge."""
     above = (tile > level + TIE_TOLERANCE).sum(dim)
     return torch.stack([above, (tile >= level - TIE_TOLERANCE).sum(dim)])
