@@ -246,7 +246,8 @@ def _log_sum_over_ranks(logs: Tensor) -> Tensor:
 
 def _anchors(plan: _Plan, found: Sums, cosines: Tensor, odds: Sequence[Tensor]) -> Anchors:
     """What the dense readings would have formed from cells; ``cosines`` are the positives' less the constant."""
-    own = plan.pairs[0] == plan.pairs[1]
+    own = torch.where(plan.pairs[0] == plan.pairs[1], cosines, 0.0)  # a mask as an index would make the host wait for the device
+    positive = torch.zeros_like(odds[0]).index_add_(0, plan.pairs[0], own)
     hardest = {"i2t": gathered(found.hardest_rows), "t2i": largest(found.hardest_columns)}
     # A largest number over ranks may lose a nan; the sums do not.
     hardest = {
@@ -254,7 +255,7 @@ def _anchors(plan: _Plan, found: Sums, cosines: Tensor, odds: Sequence[Tensor]) 
     }
     share = {} if found.top is None else {"i2t": _top_share(found.top, found.rows, plan.top)}
     return Anchors(
-        positive=cosines[own] + plan.constant, log_odds=dict(zip(("i2t", "t2i"), odds, strict=True)), hardest=hardest, top_share=share
+        positive=positive + plan.constant, log_odds=dict(zip(("i2t", "t2i"), odds, strict=True)), hardest=hardest, top_share=share
     )
 
 
