@@ -1,0 +1,84 @@
+"""What a command loads before it answers: a person at the prompt waits for every import."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+from gradscope.cli import main
+for banned, words in {commands!r}:
+    sys.argv = ["gradscope", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code in (None, 0, 2), (words, end.code)
+    loaded = set(banned.split()) & set(sys.modules)
+    assert not loaded, (words, loaded)
+"""
+#: Never, unless a command computes with an encoder or with gradients.
+HEAVY = "torch open_clip torchvision transformers seaborn scipy.stats sentence_transformers"
+#: Nor these for words alone.
+LIGHT = f"{HEAVY} pandas matplotlib numpy PIL"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """One fresh process for all commands, in order: (modules that must be absent afterwards, words)."""
+
+    def call(*commands: tuple[str, list[str]]) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(commands=commands)], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    return call
+
+
+def test_words_are_answered_at_once(run):
+    from gradscope.cli import app
+
+    names = [command.name for command in app.registered_commands]
+    assert {"train", "eval", "figure"} <= set(names)
+    run(
+        (LIGHT, ["--help"]),
+        (LIGHT, ["--version"]),
+        *((LIGHT, [str(name), "--help"]) for name in names),
+        (LIGHT, ["data", "--help"]),
+        (LIGHT, ["encoders", "--help"]),
+    )
+
+
+def test_a_wrong_argument_is_refused_at_once(run):
+    run(
+        (LIGHT, ["train", "--lr", "fast"]),
+        (LIGHT, ["train", "--nope"]),
+        (LIGHT, ["figure", "nope", "x"]),
+        (HEAVY, ["train", "--recipe", "nope.toml", "--output", "x"]),
+        (HEAVY, ["train", "--objective", "nope", "--output", "x"]),
+        (HEAVY, ["data", "info", "nope"]),
+        (HEAVY, ["watch", "nope"]),
+        (HEAVY, ["diagnose", "nope"]),
+        (HEAVY, ["figure", "4", "nope"]),
+    )
+
+
+def test_tables_and_figures_from_files_need_no_torch(run, tmp_path: Path):
+    table = tmp_path / "widths.csv"
+    rows = [f"{width},{batch},{random.gauss(-3, 1)}" for width in (16, 32, 64) for batch in range(5)]
+    table.write_text("\n".join(["width,batch,log10_true", *rows]))
+    log = tmp_path / "log.csv"
+    log.write_text("\n".join(["step,loss", *(f"{step},{1 / step}" for step in range(1, 40))]))
+    run(
+        (HEAVY, ["data", "list"]),
+        (HEAVY, ["data", "info", "scenes"]),
+        (HEAVY, ["data", "fetch", "scenes"]),
+        (HEAVY, ["diagnose", str(log)]),
+        (HEAVY, ["figure", "start-widths", str(table), "--output", "drawn"]),
+    )
+    assert list((tmp_path / "drawn").glob("*.pdf"))
