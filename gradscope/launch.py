@@ -110,10 +110,11 @@ def processes(device: torch.device) -> Iterator[None]:
 
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # small values may be on the host
-    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     signal_before = _on_sigterm()
     try:
-        dist.init_process_group(backend, store=dist.PrefixStore("gradscope", _meeting_place()), timeout=TIMEOUT, **ranks)
+        store = dist.PrefixStore("gradscope", _meeting_place())
+        dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=rank, world_size=size)
         yield
         dist.destroy_process_group()  # after a failure the others are not there to take part
     except _Stopped:

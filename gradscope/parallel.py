@@ -44,7 +44,7 @@ class Replica:
     def embed(self, batch: Batch, *, tokens: bool = False) -> Embeddings:
         """This rank's rows through both towers."""
         if isinstance(self.wrapper, DistributedDataParallel):
-            return self.wrapper(batch, tokens)  # type: ignore[no-any-return]
+            return self.wrapper(batch, tokens)
         return self.encoder.embed(batch, tokens=tokens)
 
     def quiet(self) -> AbstractContextManager[Any]:

@@ -343,6 +343,8 @@ def check(recipe: Recipe) -> None:
         _one_of("--cache", recipe.data.cache, CACHES)
     _one_of("--scale", train.scale, ("learn", "fixed"))
     _one_of("--shard", train.shard, SHARDS)
+    if train.shard == "full" and train.compile:
+        raise ValueError("train.compile and --shard full do not go together; drop one of them")
     if train.shard == "full" and train.precision == "fp16":
         raise ValueError("--shard full runs in fp32 or bf16: each rank would keep a loss scale of its own; use --precision bf16")
     if train.accumulate > 1 and train.accumulate_mode not in ("narrow", "cached"):

@@ -218,7 +218,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 for batch, whole in zip(micro_batches, everyone, strict=True):
                     with nullcontext() if batch is micro_batches[-1] else towers.quiet():
                         embeddings = joined_embeddings(embed(batch))
-                        terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"])
+                        terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"], top=_top(reader))
                         total = total_loss(terms)
                         with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=False):
                             scaler.scale(total).backward()

@@ -111,6 +111,14 @@ def test_what_all_ranks_refuse_is_said_once(scenes_folder, small_encoder, tmp_pa
     assert "Traceback" not in words
 
 
+def test_a_command_for_one_process_is_refused(tmp_path):
+    together = Together(["sweep", "--output", str(tmp_path / "sweep")], tmp_path / "heard")
+    assert together.ended() == [2, 2]
+    said = "".join(together.said("err"))
+    assert said.count("gradscope:") == 1
+    assert "sweep runs as one process; only train and eval work on several (torchrun)" in said
+
+
 def test_an_error_of_one_rank_ends_both_with_its_message(scenes_folder, small_encoder, tmp_path):
     """The picture is one of the second rank's; the first one waits for its rows."""
     folder = tmp_path / "data"

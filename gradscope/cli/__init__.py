@@ -25,7 +25,7 @@ from gradscope.cli.train import train
 from gradscope.cli.watch import watch
 from gradscope.cli.what_if import what_if
 from gradscope.cli.zeros import zeros
-from gradscope.launch import only_first_speaks, speak_up
+from gradscope.launch import only_first_speaks, speak_up, together
 
 #: Typer answers Ctrl-C with this code and no word.
 INTERRUPTED = 130
@@ -40,6 +40,9 @@ GO_ON = {
     "probe": "checkpoints that were read are kept; choose another --output to start again",
     "demo": "what was written is kept; choose another --output to start again",
 }
+
+#: Commands that may be started as several processes.
+TOGETHER = ("train", "eval")
 
 app = typer.Typer(
     name="gradscope",
@@ -87,6 +90,7 @@ def main() -> None:
     """
     only_first_speaks()
     try:
+        _refuse_several(sys.argv[1:])
         app()
     except (ValueError, FloatingPointError) as error:
         _say(str(error))
@@ -104,6 +108,13 @@ def main() -> None:
     except Exception:
         speak_up()
         raise
+
+
+def _refuse_several(words: list[str]) -> None:
+    """Commands that would do all their work once per process, and write over each other's files."""
+    if together() and words and words[0] not in TOGETHER and not words[0].startswith("-"):
+        several = f"{', '.join(TOGETHER[:-1])} and {TOGETHER[-1]}"
+        raise ValueError(f"{words[0]} runs as one process; only {several} work on several (torchrun). Start it without torchrun")
 
 
 def _say(line: str) -> None:
