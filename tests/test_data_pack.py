@@ -27,7 +27,8 @@ from gradscope.console import out
 from gradscope.data.batching import Pixels, decoded
 from gradscope.data.images import load_rgb
 from gradscope.data.members import content
-from gradscope.data.pack import Packer, Sizes, bytes_of, key_of
+from gradscope.data.pack import Packer, Sizes, bytes_of
+from gradscope.data.pack_members import key_of
 from gradscope.data.pixels import PixelPath
 from gradscope.data.shard_index import beside
 from gradscope.data.shard_names import MANIFEST

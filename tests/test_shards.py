@@ -354,6 +354,20 @@ def test_captions_without_txt_come_from_the_json(tmp_path):
     assert [(r.id, r.captions) for r in found.records] == [("a", ("from json",)), ("b", ("plain",)), ("named", ("1", "2"))]
 
 
+def test_a_json_that_cannot_be_read_beside_a_txt(tmp_path):
+    """The .txt is enough; half characters in a .json leave its sample out, wherever they come from."""
+    rows = [*pair("good", "from txt"), ("good.json", b"{"), *pair("fine")]
+    for key, bytes_ in {
+        "raw": b'{"caption": "\xff"}',
+        "half": b'{"caption": "\\ud800"}',
+        "ours": b'{"id": "\\udc00", "captions": ["c"]}',
+    }.items():
+        rows += [(f"{key}.jpg", picture()), (f"{key}.json", bytes_)]
+    found = read(tar_of(tmp_path / "t.tar", rows))
+    assert [(r.id, r.captions) for r in found.records] == [("good", ("from txt",)), ("fine", ("caption of fine",))]
+    note_with(found.notes, "3 of 5 samples left out: a text in the .json is not valid Unicode (raw, half, ours)")
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "shift_jis"])
 def test_texts_in_another_encoding(tmp_path, encoding):
     text = "赤い" if encoding == "shift_jis" else "café"

@@ -6,8 +6,8 @@
 
 KEY is the id with everything but letters, digits, "_" and "-" written as %XX, because WebDataset ends a key at the first dot; the id
 itself stands in the .json ({"id", "captions", "segments", "aux"}), the first caption alone in the .txt. Records keep their order. The
-same data give the same bytes: no times, no users. A shard is written beside its name, read back, and only then put in place; a
-command that was stopped goes on behind the last finished shard.
+same data give the same bytes: no times, no users. A shard gets its name when all of it is on the disk, and its index, made by
+reading it back, marks it as finished; a command that was stopped goes on behind the last finished one.
 
 With ``side`` pictures whose shorter side is longer are resized to it and saved as JPEG (quality 95, full colour), boxes with them.
 
@@ -32,23 +32,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from PIL import Image
 from rich.filesize import decimal
 
 from gradscope import __version__
-from gradscope.data.images import load_rgb, opened
-from gradscope.data.members import content, content_size, is_there
+from gradscope.data.members import content_size
+from gradscope.data.pack_members import key_of, members_of
 from gradscope.data.shard_index import ShardIndex, beside, load, save, scan
 from gradscope.data.shard_names import MANIFEST, MANIFEST_FORMAT
-from gradscope.data.shards import PICTURE_ENDINGS
 from gradscope.data.source import DataSource
 from gradscope.data.usable import usable
-from gradscope.types import Record, Segment
+from gradscope.types import Record
 
 PLAN = ".pack.json"
 _LOCK = ".pack.lock"
 _TEXT_BYTES = 4096  # about what a record takes beside its picture: two texts, three headers, padding
-_QUALITY = 95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +149,7 @@ class Packer:
             ahead: deque[Any] = deque()
             try:
                 for record in records:
-                    ahead.append(pool.submit(_members, record, self.sizes.side))
+                    ahead.append(pool.submit(members_of, record, self.sizes.side))
                     if len(ahead) > 2 * self.workers:
                         yield ahead.popleft().result()
                 while ahead:
@@ -161,65 +158,12 @@ class Packer:
                 pool.shutdown(wait=True, cancel_futures=True)
 
 
-def key_of(identity: str) -> str:
-    """A key that WebDataset does not cut: ``urllib.parse.unquote`` gives the id back."""
-    return "".join(c if c.isalnum() or c in "_-" else "".join(f"%{byte:02X}" for byte in c.encode()) for c in identity)
-
-
 def bytes_of(amount: str) -> int:
     """ "1GB", "500 MB", "1.5GiB" or a plain number of bytes. Raises ValueError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", amount.lower())
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"--shard-size is a number of bytes such as 500MB, 1GB or 1GiB; got '{amount}'")
     return round(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
-
-
-def _members(record: Record, side: int) -> tuple[str, dict[str, bytes], int]:
-    picture, ending, (across, down) = _picture(str(record.image), side)
-    members = {ending: picture}
-    segments, lost = [], 0
-    for number, segment in enumerate(record.segments):
-        name = None
-        if segment.image is not None and is_there(segment.image):
-            crop, crop_ending, _ = _picture(segment.image, side)
-            name = f"segment{number}.{crop_ending}"
-            members[name] = crop
-        lost += segment.image is not None and name is None
-        segments.append(_plain_segment(segment, name, across, down))
-    text: dict[str, Any] = {"id": record.id, "captions": list(record.captions)}
-    text |= {"segments": segments} if segments else {}
-    text |= {"aux": dict(record.aux)} if record.aux else {}
-    members["json"] = json.dumps(text, ensure_ascii=False).encode()
-    members["txt"] = record.captions[0].encode()
-    return key_of(record.id), members, lost
-
-
-def _plain_segment(segment: Segment, name: str | None, across: float, down: float) -> dict[str, Any]:
-    box = None if segment.box is None else [n * factor for n, factor in zip(segment.box, (across, down) * 2, strict=True)]
-    return {"caption": segment.caption, "box": box, "image": name}
-
-
-def _picture(path: str, side: int) -> tuple[bytes, str, tuple[float, float]]:
-    """Bytes, ending, and by what factors its width and height changed."""
-    if side:
-        image = load_rgb(path)
-        if min(image.size) > side:
-            ratio = side / min(image.size)
-            width, height = (max(side, round(length * ratio)) for length in image.size)
-            sink = io.BytesIO()
-            image.resize((width, height), Image.Resampling.BICUBIC).save(sink, "JPEG", quality=_QUALITY, subsampling=0)
-            return sink.getvalue(), "jpg", (width / image.width, height / image.height)
-    return content(path), _ending(path), (1.0, 1.0)
-
-
-def _ending(path: str) -> str:
-    """That of the name, where it is a picture's; else by the content."""
-    ending = Path(path).suffix.lower().removeprefix(".")
-    if ending in PICTURE_ENDINGS:
-        return ending
-    with opened(path) as image:
-        kind = (image.format or "").lower()
-    return {"jpeg": "jpg", "mpo": "jpg", "jpeg2000": "jp2"}.get(kind, kind)
 
 
 class _Hashed:
