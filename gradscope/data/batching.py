@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from gradscope.data.ahead import ahead
 from gradscope.data.pixels import pixel_path
 from gradscope.types import Batch, Record
 
@@ -63,11 +64,12 @@ class Pixels(Dataset):
 def decoded(pixels: Pixels, plan: list[list[int]], *, workers: int = 0, pin: bool = False) -> Iterator[Tensor]:
     """The pictures of each batch of the plan, [B, 3, H, W], in its order whatever the number of ``workers``.
 
-    ``pin`` puts them where a GPU copies from without waiting. Raises ValueError naming the first picture that cannot be decoded.
+    ``pin`` is for a GPU: they are put where it copies from without waiting, and without ``workers`` a thread makes the next ones while
+    it computes. Raises ValueError naming the first picture that cannot be decoded.
     """
     own = torch.Generator()  # the loader draws a seed when it starts; a resumed run must not draw one more than an unbroken one
     loader = DataLoader(_OrReason(pixels), batch_sampler=plan, num_workers=workers, collate_fn=_together, generator=own, pin_memory=pin)
-    for images in loader:
+    for images in ahead(loader) if pin and workers == 0 else loader:
         if isinstance(images, str):
             raise ValueError(images)
         yield images
