@@ -90,8 +90,8 @@ def embed_records(
     images: list[Tensor] = []
     with evaluating(encoder):
         pictures = Pixels(records, read or pixel_path(encoder.config["preprocess_cfg"], decode))
-        for pixels in decoded(pictures, [rows.tolist() for rows in plan], workers=workers):
-            images.append(encoder.embed_image(pixels.to(encoder.device)))
+        for pixels in decoded(pictures, [rows.tolist() for rows in plan], workers=workers, pin=encoder.device.type == "cuda"):
+            images.append(encoder.embed_image(pixels.to(encoder.device, non_blocking=True)))
             done += len(pixels)
             if advance:
                 advance(done, total)
@@ -110,9 +110,7 @@ def embed_records(
     )
 
 
-def embed_captions(
-    encoder: DualEncoder, ids: Tensor, *, batch_size: int = 128, advance: Callable[[int], None] | None = None
-) -> Tensor:
+def embed_captions(encoder: DualEncoder, ids: Tensor, *, batch_size: int = 128, advance: Callable[[int], None] | None = None) -> Tensor:
     """Token ids [M, L], the same on every rank -> unit rows [M, D] of all of them, dealt to the ranks as ``embed_records`` does."""
     rows: list[Tensor] = []
     with evaluating(encoder):
