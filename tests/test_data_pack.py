@@ -20,7 +20,7 @@ import torch
 import webdataset
 from PIL import Image
 from shard_files import picture
-from test_resume import assert_equal_runs, kill_after, start, weights
+from test_resume import assert_equal_runs, train_until, weights
 
 from gradscope.cli import main
 from gradscope.console import out
@@ -328,7 +328,7 @@ def test_training_on_shards_is_training_on_files_and_resumes_in_mid_epoch(settin
     a, b = weights(tmp_path / "files"), weights(tmp_path / "shards")
     assert all(torch.equal(a[name], b[name]) for name in a)
     recipe = resolve({}, {**settings, "data.name": str(scene_shards)})
-    kill_after(start(recipe, tmp_path / "killed"), tmp_path / "killed", 5)
+    train_until(recipe, tmp_path / "killed", 6)
     train(recipe, tmp_path / "killed", resume=True, quiet=True)
     assert_equal_runs(tmp_path / "shards", tmp_path / "killed")
 
