@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton_interpreted
+from host_waits import Waits
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -72,6 +73,28 @@ def test_several_runs_of_rows_answer_as_one(interpreted):
 @pytest.mark.parametrize("settings", ["live, exclude", "live, positives", "external, exclude", "centred, positives"])
 def test_the_whole_loss_with_these_passes(interpreted, settings):
     assert max(interpreted["losses"][settings].values()) < TOLERANCE, interpreted["losses"][settings]
+
+
+def test_nothing_around_the_kernels_waits_for_a_gpu(interpreted):
+    assert interpreted["waits"] == []
+
+
+@pytest.mark.parametrize("margin", ["live", "centred", "external"])
+@pytest.mark.parametrize("more", [{}, {"groups": torch.tensor([4, 1, 1, 0, 4, 2])}, {"top": 2}])
+def test_the_loss_never_waits_for_a_gpu(margin, more):
+    """In the form that a GPU takes. Several positives do wait: how many pairs there are is a shape."""
+    rows = [torch.nn.functional.normalize(torch.randn(6, 5), dim=1).requires_grad_() for _ in range(3)]
+    scale = torch.tensor(9.0, requires_grad=True)
+    with Waits() as waits:
+        stream(*rows[:2], scale, gamma=0.4, margin=margin, margin_text=rows[2], backend="safe", **more).loss.mean().backward()
+    assert waits.seen == []
+
+
+def test_waits_are_seen():
+    with Waits() as waits:
+        mask = torch.arange(4) > 1
+        torch.arange(4)[mask].sum().item()
+    assert len(waits.seen) == 2
 
 
 def compiled(kernel, dtype, precision, capability, cache, given=False, groups=True):

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from host_waits import Waits
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -186,6 +187,19 @@ def repeated() -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+def waits() -> list[str]:
+    """What would make the host wait for a GPU around the kernels themselves, whose launch the interpreter replaces."""
+    case = CASES["two strips"]
+    cells = cells_of(case, rows(case))
+    weight = torch.full((case.n,), 0.5 / case.n, dtype=torch.float64)
+    scale = torch.tensor(case.scale)
+    with Waits() as seen:
+        found = forward_strip(cells, scale, slice(0, case.n), top=3)
+        weights = Weights(row_logs=found.rows, column_logs=found.columns, rows=weight, columns=weight)
+        backward_strip(cells, scale, slice(0, case.n), weights)
+    return seen.seen
+
+
 def runs() -> bool:
     """Whether rows in several runs (of one row of tiles each here) answer as rows in one."""
     case = CASES["two strips"]
@@ -220,7 +234,9 @@ def main() -> None:
     cases = {name: run(case) for name, case in CASES.items()}
     kinds = ("live", "exclude"), ("live", "positives"), ("external", "exclude"), ("centred", "positives")
     losses = {f"{margin}, {several}": whole_loss(margin=margin, several=several) for margin, several in kinds}
-    json.dump({"cases": cases, "zeros": zeros(), "repeated": repeated(), "losses": losses, "runs": runs()}, sys.stdout)
+    json.dump(
+        {"cases": cases, "zeros": zeros(), "repeated": repeated(), "losses": losses, "waits": waits(), "runs": runs()}, sys.stdout
+    )
 
 
 if __name__ == "__main__":
