@@ -1,0 +1,144 @@
+"""fp32 tiles: the bound of the error against float64, and counts that are those of float64 where fp32 alone would be wrong."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tiles
+from gradscope.metrics.ranks import ranks
+from gradscope.products import Products, fast_fp32
+
+
+@pytest.fixture(autouse=True)
+def fresh_seed():
+    torch.manual_seed(secrets.randbits(32))
+
+
+def unit(rows: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(rows, dim=1)
+
+
+def owners(n_images: int, n_texts: int) -> Tensor:
+    return torch.cat([torch.arange(n_images), torch.randint(n_images, (n_texts - n_images,))])[torch.randperm(n_texts)]
+
+
+def whole_matrix(images: Tensor, texts: Tensor, owner: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(greater, ties, tied positives) of each direction from the full float64 matrix; finite rows only."""
+    scores = images.double() @ texts.double().T
+    positive = owner == torch.arange(len(images))[:, None]
+    found = []
+    for s, mine in ((scores, positive), (scores.T, positive.T)):
+        best = s.masked_fill(~mine, -torch.inf).amax(1, keepdim=True)
+        near = (s - best).abs() <= TIE_TOLERANCE
+        found.append((((s > best + TIE_TOLERANCE) & ~mine).sum(1), (near & ~mine).sum(1), (near & mine).sum(1)))
+    return found
+
+
+def check(images: Tensor, texts: Tensor, owner: Tensor, block: int = 64) -> None:
+    for counts, expected in zip(ranks(images, texts, owner, block=block), whole_matrix(images, texts, owner), strict=True):
+        for name, value in zip(("greater", "ties", "positives"), expected, strict=True):
+            assert torch.equal(getattr(counts, name), value), (counts.direction, name)
+
+
+@pytest.mark.parametrize("width", [1, 3, 64, 257, 768])
+@pytest.mark.parametrize("spread", [1.0, 0.02])
+def test_the_error_is_within_the_bound(width: int, spread: float):
+    """Rows all of one sign add up without cancelling; norms differ by orders of magnitude."""
+    centre = torch.rand(width)
+    images, texts = (centre + spread * torch.randn(n, width) for n in (100, 130))
+    images, texts = images * 10.0 ** torch.randn(100, 1), texts.double() * 10.0 ** torch.randn(130, 1)
+    gallery = Gallery.of(images, texts, owners(100, 130))
+    with fast_fp32(images.device, *gallery.shapes(64)) as products:
+        tiles = Tiles(gallery, 64, products)
+        assert tiles.fp32
+        for i in (0, 64):
+            for j in (0, 64, 128):
+                single, double = tiles.single(i, j).double(), tiles.double(i, j)
+                away = torch.where(torch.isinf(double), 0.0, single - double).abs()
+                assert torch.equal(torch.isinf(single), torch.isinf(double))
+                assert (away <= tiles.errors[0][i : i + 64, None]).all()
+                assert (away <= tiles.errors[1][j : j + 64]).all()
+
+
+@pytest.mark.parametrize(("n_images", "n_texts", "block"), [(150, 150, 64), (130, 390, 100), (200, 201, 1024)])
+@pytest.mark.parametrize("noise", [0.3, 2.0, 1e3])
+def test_counts_are_those_of_float64(n_images: int, n_texts: int, block: int, noise: float):
+    images, owner = unit(torch.randn(n_images, 48) + 1.0), owners(n_images, n_texts)
+    texts = unit(images[owner] + noise * torch.randn(n_texts, 48) / 7.0)
+    check(images, texts, owner, block)
+
+
+def test_scores_that_fp32_cannot_tell_apart():
+    """Around every positive there are negatives that differ from it by 1e-15 to 1e-6."""
+    images = unit(torch.randn(160, 96).double())
+    texts = unit(images + 0.05 * torch.randn(160, 96))
+    twin = torch.randperm(160)
+    texts[twin[:80]] = texts[twin[80:]] + 10.0 ** torch.empty(80, 1).uniform_(-15, -6) * torch.randn(80, 96)
+    images[twin[:40]] = images[twin[80:120]]  # exact twins
+    check(images, texts, torch.arange(160))
+
+
+def test_twins_and_several_captions_in_any_order():
+    images = unit(torch.randn(90, 32))
+    owner = torch.arange(90).repeat(3)
+    texts = images[owner // 2 * 2].clone()
+    reference = ranks(images, texts, owner, block=64)
+    assert reference[0].tied_share > 0.4
+    for block in (32, 200):
+        rows, columns = torch.randperm(90), torch.randperm(270)
+        moved = ranks(images[rows], texts[columns], torch.argsort(rows)[owner[columns]], block=block)
+        for one, other, order in zip(reference, moved, (rows, columns), strict=True):
+            for name in ("greater", "ties", "positives"):
+                assert torch.equal(getattr(one, name)[order], getattr(other, name))
+
+
+def test_collapsed_embeddings_tie_with_all():
+    rows = unit(torch.randn(1, 64)).repeat(200, 1)
+    for counts in ranks(rows, rows, torch.arange(200), block=64):
+        assert (counts.greater == 0).all()
+        assert (counts.ties == 199).all()
+
+
+def test_rows_of_any_length():
+    images = torch.randn(150, 40) * 10.0 ** torch.empty(150, 1).uniform_(-3, 3)
+    texts = torch.randn(150, 40) * 10.0 ** torch.empty(150, 1).uniform_(-3, 3)
+    expected = whole_matrix(images, texts, torch.arange(150))
+    for counts, (greater, _, _) in zip(ranks(images, texts, torch.arange(150), block=64), expected, strict=True):
+        assert torch.equal(counts.greater, greater)
+
+
+@pytest.mark.parametrize("length", [1e-25, 1e17])
+def test_lengths_at_which_fp32_would_fail(length: float):
+    """Products underflow to nothing, so that all tie, or are too large for fp32 sums."""
+    images, texts = length * unit(torch.randn(140, 20)), length * unit(torch.randn(140, 20))
+    check(images, texts, torch.arange(140))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_rows_that_are_not_finite_change_nobody_elses_count(bad: float):
+    images, owner = unit(torch.randn(150, 24)), owners(150, 300)
+    texts = unit(images[owner] + 0.3 * torch.randn(300, 24))
+    lost = torch.zeros(150, dtype=torch.bool)
+    lost[torch.randperm(150)[:9]] = True
+    broken = images.clone()
+    broken[lost, 3] = bad
+    found = ranks(broken, texts, owner, block=64)
+    scores = images.double() @ texts.double().T
+    scores[lost] = -torch.inf
+    mine = owner == torch.arange(150)[:, None]
+    best = scores.masked_fill(~mine, -torch.inf).amax(1)
+    assert torch.equal(found[0].greater[~lost], ((scores > best[:, None]) & ~mine).sum(1)[~lost])
+    own = scores[owner, torch.arange(300)]
+    assert torch.equal(found[1].greater[~lost[owner]], ((scores > own) & ~mine).sum(0)[~lost[owner]])
+    assert (found[0].non_finite, found[1].non_finite) == (9, int(lost[owner].sum()))
+
+
+def test_without_true_fp32_every_tile_is_float64():
+    gallery = Gallery.of(unit(torch.randn(150, 8)), unit(torch.randn(150, 8)), torch.arange(150))
+    coarse = Products(setting="highest", error=1e-4, words="TF32")
+    assert not Tiles(gallery, 64, coarse).fp32
+    assert not Tiles(gallery, 64, None).fp32
