@@ -78,7 +78,7 @@ def words(precision: str = "ieee") -> str:
 def forward_strip(
     cells: Cells, scale: Tensor, strip: slice, *, top: int = 0, precision: str = "ieee", tiles: Tiles | None = None
 ) -> Sums:
-    """As ``strip.forward_strip``; ``top`` > 0 costs another product, by the library.
+    """As ``strip.forward_strip``; ``top`` > 0 reads the library's block, another product unless ``precision`` is "ieee".
 
     Args:
         scale: [] positive, on the rows' device.
@@ -88,19 +88,23 @@ def forward_strip(
         ValueError: a dtype or a precision that the kernels do not have.
     """
     launch = _Launch.of(cells, scale, precision, tiles)
-    rows, columns = [], _Running(len(cells), scale.device)
+    rows, columns, best = [], _Running(len(cells), scale.device), []
+    stored = launch.by_library or top > 0
     with _library(scale.device, precision):
-        for part in launch.tiles.runs(strip, len(cells), CELLS if launch.by_library else SUMMED_CELLS):
-            row, column = launch.sums(part)
+        for part in launch.tiles.runs(strip, len(cells), CELLS if stored else SUMMED_CELLS):
+            block = _product(cells.queries(part), launch.keys.T) if stored else None
+            row, column = launch.sums(part, block if launch.by_library else None)
             rows.append(_merged(*row))
             columns.add(*column)
+            if block is not None and top:
+                best.append(launch.largest(part, block, min(top, len(cells))))
     row_max, row_sum = (torch.cat(parts) for parts in zip(*rows, strict=True))
     return Sums(
         rows=_log(row_max, row_sum),
         columns=_log(columns.largest, columns.total),
         hardest_rows=row_max.double() / scale.double(),
         hardest_columns=columns.largest.double() / scale.double(),
-        top=_top(cells, scale, strip, min(top, len(cells)), launch) if top else None,
+        top=torch.cat(best).double() if top else None,
         shared=torch.zeros((), device=scale.device),
     )
 
@@ -175,10 +179,9 @@ class _Launch:
         """Whether the products are the library's."""
         return self.precision == "ieee" and self.keys.dtype == torch.float32
 
-    def sums(self, part: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def sums(self, part: slice, given: Tensor | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(largest, sum) by column block [blocks, n] and by row block [blocks, N] of the rows ``part``."""
         queries, n = self.cells.queries(part).contiguous(), len(self.keys)
-        given = torch.mm(queries, self.keys.T) if self.by_library else None
         row_blocks, column_blocks = self.tiles.count(len(queries), n)
         row = tuple(self._new((column_blocks, len(queries))) for _ in range(2))
         column = tuple(self._new((row_blocks, n)) for _ in range(2))
@@ -202,6 +205,12 @@ class _Launch:
                 len(queries), n, queries.shape[1], part.start, **self._compiled(),
             )  # fmt: skip
         return block, along.sum(dtype=torch.float64), zeros.sum()
+
+    def largest(self, part: slice, block: Tensor, top: int) -> Tensor:
+        """The largest logits of each row in falling order, [n, top], -inf past the last negative. Overwrites the block of products."""
+        groups = self.cells.groups
+        number = torch.arange(block.shape[1], device=block.device) if groups is None else groups
+        return block.mul_(self.scale).masked_fill_(number[part, None] == number, -math.inf).topk(top, dim=1).values
 
     def _new(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.scale.device)
@@ -274,17 +283,6 @@ def _rounded(logs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """What rounding the log to fp32 takes off goes into the weight."""
     shift = logs.float()
     return shift, (weights * torch.exp(shift.double() - logs)).float()
-
-
-def _top(cells: Cells, scale: Tensor, strip: slice, top: int, launch: _Launch) -> Tensor:
-    """The largest logits of each row in falling order, [n, top] float64, -inf past the last negative."""
-    number = torch.arange(len(cells), device=scale.device) if cells.groups is None else cells.groups
-    found = []
-    with _library(scale.device, launch.precision):
-        for part in launch.tiles.runs(strip, len(cells), CELLS):
-            logits = _product(cells.queries(part), launch.keys.T).mul_(launch.scale)
-            found.append(logits.masked_fill_(number[part, None] == number, -math.inf).topk(top, dim=1).values)
-    return torch.cat(found).double()
 
 
 # ---- the library's products
