@@ -154,6 +154,19 @@ def test_no_folder_to_write_to_is_said(tmp_path, monkeypatch, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_folder_that_may_only_be_read_serves(folder, monkeypatch, capsys):
+    source, texts = clip(), captions()
+    plain = tokenize_once(source, texts)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(token_cache.os, "utime", refuse)
+    monkeypatch.setattr(type(source), "contents", never)
+    assert torch.equal(tokenize_once(source, texts).ids, plain.ids)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_entries_used_longest_ago_go(folder, monkeypatch):
     source = clip()
     sets = [captions() for _ in range(3)]

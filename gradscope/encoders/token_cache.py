@@ -17,6 +17,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,14 @@ def _read(path: Path, shape: tuple[int, int]) -> Tokenized | None:
     try:
         with safe_open(path, framework="numpy") as file:
             ids, lengths, checksum = file.get_tensor("ids"), file.get_tensor("lengths"), (file.metadata() or {}).get("checksum")
-        os.utime(path)  # used now
         if ids.shape != shape or lengths.shape != shape[:1] or checksum != _checksum(ids, lengths):
             raise ValueError("its checksum differs")
     except (SafetensorError, OSError, ValueError) as error:
         what = f"token cache: '{path}' is damaged ({error}); the captions are tokenized again"
         console.print(what, style="yellow", soft_wrap=True)
         return None
+    with suppress(OSError):  # a folder that may only be read
+        os.utime(path)  # used now
     return Tokenized(ids=torch.from_numpy(ids.astype(np.int64)), lengths=torch.from_numpy(lengths))
 
 
