@@ -24,7 +24,7 @@ HELP = """
 import sys
 from typer.testing import CliRunner
 from gradscope.cli import app
-for command in ("list", "info", "fetch", "check"):
+for command in ("list", "info", "fetch", "check", "pack"):
     result = CliRunner().invoke(app, ["data", command, "--help"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     assert f"Example: gradscope data {command}" in result.output, result.output

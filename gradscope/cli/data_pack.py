@@ -45,12 +45,12 @@ def pack(
 
     if shard_size is not None and per_shard is not None:
         raise ValueError("--shard-size and --per-shard both say when a tar is full; give one of them")
+    sizes = Sizes(bytes=bytes_of(shard_size or "1GB"), records=per_shard or 0, side=size or 0)
     settings = {
         "folder": data_dir, "image_key": image_key, "caption_key": caption_key, "image_root": image_root, "encoding": encoding,
         "caption": caption,
     }  # fmt: skip
     source = open_data(data, **{key: value for key, value in settings.items() if value is not None})
-    sizes = Sizes(bytes=bytes_of(shard_size or "1GB"), records=per_shard or 0, side=size or 0)
     with progress("packing") as advance:
         packer = Packer(
             sizes=sizes,
@@ -127,8 +127,13 @@ def _print_splits(title: str, splits: Mapping[str, Mapping[str, Any]]) -> None:
     for split, facts in splits.items():
         records = "not counted" if facts["records"] is None else f"{facts['records']:,}"
         size = "unknown" if facts["bytes"] is None else decimal(facts["bytes"])
-        table.add_row(split, records, f"{facts['shards']:,}", size, facts["first"], facts["last"])
+        ends = [_base_name(facts[end]) for end in ("first", "last")]
+        table.add_row(split, records, f"{facts['shards']:,}", size, *ends)
     out.print(table)
+
+
+def _base_name(where: str | None) -> str:
+    return "" if where is None else where.rpartition("/")[2]
 
 
 def _print_lines(lines: Sequence[str]) -> None:

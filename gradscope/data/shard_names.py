@@ -61,7 +61,10 @@ def _holds_tars(folder: Path) -> bool:
 def find_shards(name: str) -> ShardList:
     """Raises ValueError: a pattern that cannot be read, shards that are not there, or a folder whose splits are not clear."""
     if "::" in name:
-        return _joined([find_shards(part) for part in name.split("::") if part])
+        parts = name.split("::")
+        if not all(parts):
+            raise ValueError(f"'{name}' joins a name with nothing; write one.tar::two.tar")
+        return _joined([find_shards(part) for part in parts])
     if name.startswith("pipe:"):
         raise ValueError(f"'{name}' would run a command; give the address itself (https://, s3://, ...) or a path")
     if is_address(name) and not name.startswith("file://"):
@@ -74,6 +77,8 @@ def find_shards(name: str) -> ShardList:
         return of_manifest(_read_manifest(path), str(path.parent))
     names = [str(path)] if path.exists() else expand(str(path))
     missing = [n for n in names if not Path(n).is_file()]
+    if missing and len(names) == 1:
+        raise ValueError(f"there is no tar file '{names[0]}'; name one, a pattern (shards-{{000..031}}.tar) or a folder of them")
     if missing:
         raise ValueError(f"{len(missing):,} of {len(names):,} shards of '{name}' do not exist (first: {missing[0]}); mend the pattern")
     return ShardList(splits={"all": [Shard(where=n) for n in names]}, manifest={})
