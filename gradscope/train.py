@@ -186,6 +186,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         embed = _Embed(encoder, framework.needs_tokens, settings.precision, towers)
         show = stack.enter_context(display(total_steps, first, quiet, log.path if reader else None))
         encoder.train()
+        loss_scale = scaler.get_scale()
         ended = time.perf_counter()
         for step, micro_batches in enumerate(batches.steps(first, total_steps, read), first):
             start = time.perf_counter()
@@ -240,10 +241,10 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             row |= {"negatives_per_anchor": recipe.negatives_per_anchor, **_left_out(excluded)}
             if not math.isfinite(row["loss"]):
                 _stop(row, reader, encoder, log)
-            loss_scale = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
-            skipped = scaler.get_scale() < loss_scale
+            next_scale = scaler.get_scale()
+            skipped = next_scale < loss_scale
             if settings.scale == "learn":
                 encoder.clamp_scale(settings.scale_max)
             if reader:
@@ -256,6 +257,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if skipped:
                 row["grad_norm"] = None  # the scaled gradient overflowed: there is no norm and no update
             row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
+            loss_scale = next_scale
             row["wait_seconds"] = start - ended  # since the step before: for pictures, and for its row to be written
             row["images_per_s"] = batches.per_step / row["seconds"]
             ended = time.perf_counter()
