@@ -314,8 +314,8 @@ def test_the_frozen_margin_stays_frozen_while_the_captions_move(small_encoder, r
     seen = []
     original = clip.Clip.__call__
 
-    def call(self, embeddings, margin_text=None, token_ids=None):
-        terms = original(self, embeddings, margin_text, token_ids)
+    def call(self, embeddings, margin_text=None, token_ids=None, top=0):
+        terms = original(self, embeddings, margin_text, token_ids, top=top)
         seen.append((terms[0].scores.margin.clone(), embeddings.text.detach().clone()))
         return terms
 
@@ -343,8 +343,8 @@ def test_an_external_margin_is_made_of_the_other_encoders_captions(recipe, tmp_p
     seen = []
     original = clip.Clip.__call__
 
-    def call(self, embeddings, margin_text=None, token_ids=None):
-        terms = original(self, embeddings, margin_text, token_ids)
+    def call(self, embeddings, margin_text=None, token_ids=None, top=0):
+        terms = original(self, embeddings, margin_text, token_ids, top=top)
         seen.append(terms[0].scores.margin.clone())
         return terms
 
