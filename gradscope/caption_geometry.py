@@ -47,41 +47,75 @@ def measure_captions(
     exact_quantiles: bool = False,
     progress: Callable[[str], AbstractContextManager[Advance]] = _no_progress,
     say: Callable[[str], None] = lambda line: None,
+    state: Path | None = None,
 ) -> CaptionGeometry:
     """Measures ``captions`` and writes ``output/<name>/`` (`gradscope.geometry_file` names the files).
+
+    Several processes of torch.distributed embed a part each and share the pairs; the first of them writes.
 
     Args:
         progress: a context manager factory, title -> advance(done, total).
         say: receives the estimate line before the pass over all pairs.
+        state: folder in which an unfinished pass over all pairs is kept; the same captions and encoder go on from there.
 
     Raises:
-        ValueError: fewer than two captions with a finite embedding.
+        ValueError: fewer than two captions with a finite embedding, or a kept state that cannot be read.
     """
-    from gradscope.metrics.geometry import Course, caption_geometry, estimate
+    from gradscope.distributed import rank, world
+    from gradscope.metrics.geometry import Course, caption_geometry
 
     if len(captions.texts) < 2:
         raise ValueError(f"'{captions.name}' has {len(captions.texts)} caption; a pair needs two, so give a file with more.")
     clock = [time.perf_counter()]
     with progress(f"{captions.name}: captions embedded") as advance:
-        rows, truncated = encoder.embed(captions.texts, advance)
+        rows, truncated = _embedded(captions.texts, encoder, advance)
     clock.append(time.perf_counter())
-    n = len(rows)
-    seconds, extra = estimate(rows)
-    passes = 3 if exact_quantiles else 1
-    say(
-        f"{captions.name}: {n * (n - 1) // 2:,} pairs, about {seconds * passes:.1f} s (and seconds for the width curve), "
-        f"{extra / 2**20:.0f} MB beside {rows.numel() * 4 / 2**20:.0f} MB of embeddings "
-        f"(the full matrix would take {4 * n * n / 2**20:,.0f} MB)"
-    )
+    say(_plan(captions.name, rows, passes=3 if exact_quantiles else 1, state=state))
     with progress(f"{captions.name}: blocks of pairs") as advance:
-        found = caption_geometry(rows, exact_quantiles=exact_quantiles, course=Course(progress=advance))
+        course = Course(shared=world() > 1, state=state, progress=advance)
+        found = caption_geometry(rows, exact_quantiles=exact_quantiles, course=course)
     clock.append(time.perf_counter())
+    if found.resumed:
+        say(f"{captions.name}: {found.resumed:,} blocks of pairs were taken over from a pass that was stopped")
     curve = _width_curve(rows, found)
     clock.append(time.perf_counter())
     times = dict(zip(("embed", "pairs", "width_curve"), np.diff(clock).round(3).tolist(), strict=True))
     result = _joined(captions, encoder, found, curve, truncated, times, str(rows.device))
-    save_geometry(result, output / captions.name)
+    if rank() == 0:
+        save_geometry(result, output / captions.name)
     return result
+
+
+def _embedded(texts: Sequence[str], encoder: TextEncoder, advance: Advance) -> tuple[Tensor, int]:
+    """All rows on every process, and how many captions were truncated."""
+    from gradscope.distributed import concatenated, everyones, own_share, world
+
+    if world() == 1 or len(texts) < world():
+        return encoder.embed(texts, advance)
+    rows, truncated = encoder.embed(texts[own_share(len(texts))], advance)
+    return concatenated([rows], rows.device), sum(everyones(truncated))
+
+
+def _plan(name: str, rows: Tensor, *, passes: int, state: Path | None) -> str:
+    """What the pass over all pairs will take, in words."""
+    from gradscope.distributed import world
+    from gradscope.metrics.geometry import estimate
+    from gradscope.metrics.long_sweep import SAVE_EVERY
+
+    n = len(rows)
+    seconds, extra = estimate(rows, processes=world())
+    kept = state is not None and seconds > SAVE_EVERY
+    return (
+        f"{name}: {n * (n - 1) // 2:,} pairs, about {_duration(seconds * passes)} (and seconds for the width curve), "
+        f"{extra / 2**20:.0f} MB beside {rows.numel() * 4 / 2**20:.0f} MB of embeddings "
+        f"(the full matrix would take {4 * n * n / 2**20:,.0f} MB)"
+        f"{'; if stopped, the same command goes on from ' + str(state) if kept else ''}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    size, unit = next(pair for pair in ((3600.0, "h"), (60.0, "min"), (0.0, "s")) if seconds >= 2.0 * pair[0])
+    return f"{seconds / (size or 1.0):.1f} {unit}"
 
 
 def _width_curve(rows: Tensor, found: Geometry) -> WidthCurve:
@@ -169,9 +203,13 @@ def _similar(captions: Captions, i: int, j: int, cosine: float) -> SimilarPair:
 
 def _warnings(captions: Captions, found: Geometry, truncated: int, context: int, duplicates: int, foreign: bool) -> Sequence[str]:
     n = len(captions.texts)
+    left_out = set(found.excluded)
+    measured = [text for index, text in enumerate(captions.texts) if index not in left_out]
+    same = found.repeated - (len(measured) - len(set(measured)))
     lines = {
         "the encoder 'tiny' knows only 'scenes': on these captions it is out of domain, and this is not a result": foreign,
         f"{truncated:,} of {n:,} captions exceed {context} tokens and were compared by their beginning only": truncated,
+        f"{same:,} captions have the very embedding of another with other words (cut alike, or words the encoder does not know)": same,
         f"{duplicates:,} captions occur more than once, word for word: false negatives, not hard ones": duplicates,
         f"{captions.n_further:,} second and later captions of an image were not used": captions.n_further,
         f"{len(found.excluded):,} captions have a non-finite embedding and were left out": len(found.excluded),

@@ -38,11 +38,12 @@ GO_ON = {
     "data fetch": "what was fetched is kept; to continue, give the same command again",
     "data pack": "finished shards are kept; to continue, give the same command again",
     "probe": "checkpoints that were read are kept; choose another --output to start again",
+    "caption-geometry": "a pass over all pairs is kept every two minutes; to go on, give the same command again",
     "demo": "what was written is kept; choose another --output to start again",
 }
 
 #: Commands that may be started as several processes.
-TOGETHER = ("train", "eval")
+TOGETHER = ("train", "eval", "caption-geometry")
 
 app = typer.Typer(
     name="gradscope",

