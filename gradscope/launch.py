@@ -58,7 +58,8 @@ def together() -> bool:
 
 def only_first_speaks() -> None:
     """From now on only the first rank writes to the terminal. Called once, when the program starts."""
-    global _voice
+    global _voice, _said
+    _said = False
     if together() and int(os.environ["RANK"]) > 0:
         _voice = sys.stderr
         sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
