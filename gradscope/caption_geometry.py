@@ -48,6 +48,7 @@ def measure_captions(
     progress: Callable[[str], AbstractContextManager[Advance]] = _no_progress,
     say: Callable[[str], None] = lambda line: None,
     state: Path | None = None,
+    save_every: float = 120.0,
 ) -> CaptionGeometry:
     """Measures ``captions`` and writes ``output/<name>/`` (`gradscope.geometry_file` names the files).
 
@@ -57,6 +58,7 @@ def measure_captions(
         progress: a context manager factory, title -> advance(done, total).
         say: receives the estimate line before the pass over all pairs.
         state: folder in which an unfinished pass over all pairs is kept; the same captions and encoder go on from there.
+        save_every: seconds between two writes of it.
 
     Raises:
         ValueError: fewer than two captions with a finite embedding, or a kept state that cannot be read.
@@ -70,9 +72,11 @@ def measure_captions(
     with progress(f"{captions.name}: captions embedded") as advance:
         rows, truncated = _embedded(captions.texts, encoder, advance)
     clock.append(time.perf_counter())
-    say(_plan(captions.name, rows, passes=3 if exact_quantiles else 1, state=state))
+    plan, seconds = _plan(captions.name, rows, passes=3 if exact_quantiles else 1)
+    goes_on = f"; if stopped, the same command goes on from {state}" if state and seconds > save_every else ""
+    say(plan + goes_on)
     with progress(f"{captions.name}: blocks of pairs") as advance:
-        course = Course(shared=world() > 1, state=state, progress=advance)
+        course = Course(shared=world() > 1, state=state, save_every=save_every, progress=advance)
         found = caption_geometry(rows, exact_quantiles=exact_quantiles, course=course)
     clock.append(time.perf_counter())
     if found.resumed:
@@ -96,21 +100,19 @@ def _embedded(texts: Sequence[str], encoder: TextEncoder, advance: Advance) -> t
     return concatenated([rows], rows.device), sum(everyones(truncated))
 
 
-def _plan(name: str, rows: Tensor, *, passes: int, state: Path | None) -> str:
-    """What the pass over all pairs will take, in words."""
+def _plan(name: str, rows: Tensor, *, passes: int) -> tuple[str, float]:
+    """What the work on all pairs will take, in words, and the seconds of one pass."""
     from gradscope.distributed import world
     from gradscope.metrics.geometry import estimate
-    from gradscope.metrics.long_sweep import SAVE_EVERY
 
     n = len(rows)
     seconds, extra = estimate(rows, processes=world())
-    kept = state is not None and seconds > SAVE_EVERY
-    return (
+    words = (
         f"{name}: {n * (n - 1) // 2:,} pairs, about {_duration(seconds * passes)} (and seconds for the width curve), "
         f"{extra / 2**20:.0f} MB beside {rows.numel() * 4 / 2**20:.0f} MB of embeddings "
         f"(the full matrix would take {4 * n * n / 2**20:,.0f} MB)"
-        f"{'; if stopped, the same command goes on from ' + str(state) if kept else ''}"
     )
+    return words, seconds
 
 
 def _duration(seconds: float) -> str:

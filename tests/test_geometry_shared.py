@@ -6,6 +6,7 @@ import dataclasses
 import os
 import secrets
 import socket
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from test_figure1 import HashEncoder, caption_file
 
+from gradscope.caption_geometry import _duration, measure_captions
+from gradscope.data.captions import Captions, read_captions
+from gradscope.geometry_file import CaptionGeometry
 from gradscope.metrics.geometry import Course, Geometry, caption_geometry, estimate
 from gradscope.metrics.ranks import Ranks, ranks
 
 BLOCK = 48
+
+Found = tuple[Geometry, tuple[Ranks, Ranks], str, CaptionGeometry]
 
 
 def unit_rows(n: int, seed: int, width: int = 24) -> torch.Tensor:
@@ -39,6 +46,10 @@ def same(one: Geometry, other: Geometry) -> None:
             np.testing.assert_equal(getattr(one, field.name), getattr(other, field.name), err_msg=field.name)
 
 
+def captions(folder: Path) -> Captions:
+    return read_captions(str(caption_file(folder, "toy", 49, "one two three four five six seven")))
+
+
 # ---- two processes
 
 
@@ -50,18 +61,21 @@ def _process(rank: int, folder: Path, port: int, seed: int) -> None:
         course = Course(shared=True, state=folder / "state", save_every=0.0)
         found = caption_geometry(unit_rows(310, seed), block=BLOCK, exact_quantiles=True, course=course)
         both = ranks(*gallery(seed), block=BLOCK, shared=True)
+        measured = measure_captions(captions(folder), HashEncoder(), output=folder / f"written-{rank}")
         try:
             ranks(*gallery(seed + rank), block=BLOCK, shared=True)
             refusal = ""
         except ValueError as error:
             refusal = str(error)
-        torch.save((found, both, refusal), folder / f"{rank}.pt")
+        torch.save((found, both, refusal, measured), folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, list[tuple[Geometry, tuple[Ranks, Ranks], str]]]:
+def shared(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[int, Path, list[Found]]:
     folder, seed = tmp_path_factory.mktemp("shared"), secrets.randbits(31)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -74,7 +88,7 @@ def test_geometry_of_two_processes_is_that_of_one(shared):
     seed, folder, found = shared
     one = caption_geometry(unit_rows(310, seed), block=BLOCK, exact_quantiles=True)
     assert one.repeated == 20
-    for geometry, _, _ in found:
+    for geometry, *_ in found:
         same(geometry, one)
     assert list((folder / "state").iterdir()) == []
 
@@ -82,16 +96,61 @@ def test_geometry_of_two_processes_is_that_of_one(shared):
 def test_ranks_of_two_processes_are_those_of_one(shared):
     seed, _, found = shared
     for direction, one in enumerate(ranks(*gallery(seed), block=BLOCK)):
-        for _, both, _ in found:
+        for _, both, *_ in found:
             for name in ("greater", "ties", "positives", "image", "negatives"):
                 assert torch.equal(getattr(both[direction], name), getattr(one, name))
 
 
 def test_processes_with_different_rows_are_refused_on_each(shared):
-    assert all("different embeddings" in refusal for _, _, refusal in shared[2])
+    assert all("different embeddings" in refusal for _, _, refusal, _ in shared[2])
+
+
+def test_captions_are_embedded_in_parts_and_written_once(shared):
+    _, folder, found = shared
+    one = measure_captions(captions(folder), HashEncoder(), output=folder / "alone")
+    for *_, measured in found:
+        for field in dataclasses.fields(CaptionGeometry):
+            if field.name not in ("seconds", "provenance"):
+                np.testing.assert_equal(getattr(measured, field.name), getattr(one, field.name), err_msg=field.name)
+    assert (folder / "written-0").is_dir()
+    assert not (folder / "written-1").exists()
 
 
 # ---- stopped and taken up again
+
+
+def test_captions_go_on_from_a_kept_state_and_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradscope.metrics.geometry.default_block", lambda device: 16)
+    source, said, blocks = captions(tmp_path), [], []
+    kept = {"state": tmp_path / "state", "save_every": 0.0}
+
+    @contextmanager
+    def progress(title):
+        yield stop_after(4, blocks) if "pairs" in title else lambda done, total: None
+
+    with pytest.raises(Stopped):
+        measure_captions(source, HashEncoder(), output=tmp_path / "out", **kept, progress=progress)
+    found = measure_captions(source, HashEncoder(), output=tmp_path / "out", **kept, say=said.append)
+    assert "goes on from" in said[0]
+    assert "4 blocks of pairs were taken over" in said[-1]
+    alone = measure_captions(source, HashEncoder(), output=tmp_path / "alone")
+    np.testing.assert_equal(found.hardest, alone.hardest)
+    np.testing.assert_equal(found.counts, alone.counts)
+
+
+def test_the_plan_is_said_before_the_pass(tmp_path):
+    said: list[str] = []
+    measure_captions(captions(tmp_path), HashEncoder(), output=tmp_path / "out", say=said.append)
+    assert len(said) == 1
+    assert "1,225 pairs, about" in said[0]
+    assert "the full matrix would take" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.04, "0.0 s"), (119.0, "119.0 s"), (150.0, "2.5 min"), (7199, "120.0 min"), (9000, "2.5 h")]
+)
+def test_durations(seconds, words):
+    assert _duration(seconds) == words
 
 
 class Stopped(Exception):
