@@ -185,6 +185,14 @@ def test_an_index_is_kept_and_made_anew_when_the_tar_changes(tmp_path):
     assert load(tmp_path / "none", tar) is None
 
 
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("GRADSCOPE_CACHE", str(tmp_path / "file"))
+    assert [r.id for r in read(tar_of(tmp_path / "t.tar", pairs("ab"))).records] == ["a", "b"]
+    with pytest.raises(FileNotFoundError):
+        index_of(tmp_path / "none.tar")
+
+
 def test_what_belongs_to_no_sample_is_counted(tmp_path):
     tar = tmp_path / "t.tar"
     with tarfile.open(tar, "w") as file:

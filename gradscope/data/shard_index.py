@@ -99,7 +99,7 @@ def index_of(tar: Path) -> ShardIndex:
                 found = scan(tar)
                 save(place, found)
             return found
-    except PermissionError:  # a cache that cannot be written costs the next run its time, nothing else
+    except OSError:  # a cache that cannot be written costs the next run its time, nothing else; a tar that cannot be read raises again
         return scan(tar)
 
 
