@@ -245,33 +245,30 @@ def test_streaming_is_the_residual_form_and_a_contradiction_is_refused() -> None
 
 WIDE = """
 import resource, torch
-from toy import Toy, toy_reader
+from toy import Toy, toy_batch, toy_reader
+from dataclasses import replace
 from gradscope.frameworks.clip import Clip, total_loss
-from gradscope.heads import Observed
 from gradscope.quantities import quantity_set
 from gradscope.types import Embeddings
-n = 8192
-torch.manual_seed(0)
-rows = torch.nn.functional.normalize(torch.randn(2 * n, 32), dim=1)
-image, text = rows[:n].clone().requires_grad_(), rows[n:].clone().requires_grad_()
+
+def step(n, k):
+    batch = toy_batch(n, k)
+    rows = torch.nn.functional.normalize(torch.randn(2 * n, 16), dim=1)
+    image, text = rows[:n].clone().requires_grad_(), rows[n:].clone().requires_grad_()
+    embeddings = Embeddings(image=image, text=text, scale=torch.tensor(50.0))
+    reader.begin(k, 0)
+    terms = Clip(duplicates="exclude")(embeddings, token_ids=batch.texts["full"], top=reader.top)
+    with reader.watching(batch, embeddings, terms):
+        total_loss(terms).backward()
+    return reader.flush()
+
 reader = toy_reader(Toy())
 reader.quantities = quantity_set("default")
-ids = torch.randint(0, 50, (n, 12))
-embeddings = Embeddings(image=image, text=text, scale=torch.tensor(50.0))
-def step(embeddings, k):
-    reader.begin(k, 0)
-    reader.open(embeddings, Observed(token_ids=ids, captions=tuple(map(str, range(n))), lengths=torch.full((n,), 9)), own_grad=False)
-    total_loss(Clip()(embeddings)).backward()
-    reader.close()
-    return reader.flush()
-few = Embeddings(image=image[:64], text=text[:64], scale=torch.tensor(50.0))
-ids, n = ids[:64], 64
-step(few, 1)
-ids, n = torch.randint(0, 50, (8192, 12)), 8192
+step(64, 1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rows = step(embeddings, 2)
-assert {row["quantity"] for row in rows} >= {"loss", "captions", "gap", "residual", "saturation", "zeros", "hooks"}, rows
-assert not any(row["key"] == "failed" for row in rows), reader.failures
+found = step(8192, 2)
+assert {row["quantity"] for row in found} >= {"loss", "captions", "gap", "residual", "saturation", "zeros", "hooks"}, found
+assert not any(row["key"] == "failed" for row in found), reader.failures
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

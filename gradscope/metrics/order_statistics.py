@@ -1,4 +1,4 @@
-"""The k-th smallest of many numbers, for several k, without sorting them and without a host read.
+"""The k-th smallest of many numbers, for several k, without a host read; many are not sorted.
 
 A float's bits, with those of negative numbers turned over, order as the numbers do. One count over the upper sixteen bits says in which
 of 65536 bins the k-th number lies, one over the lower sixteen of that bin's numbers which it is: exact, and linear in their number.
@@ -20,6 +20,9 @@ _BINS = 1 << _HALF
 
 def order_statistics(values: Tensor, ranks: Sequence[int]) -> Tensor:
     """The numbers at ``ranks`` (0: the smallest) of values [n] in rising order, fp32 [ranks]."""
+    if values.numel() < _BINS:
+        ordered = values.float().sort().values  # fewer numbers than bins: sorting them is quicker
+        return torch.stack([ordered[rank] for rank in ranks])
     bits = values.float().contiguous().view(torch.int32)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # rises with the number
     upper = (keys >> _HALF) + _BINS // 2
