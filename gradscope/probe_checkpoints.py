@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradscope.assembly import make_framework, make_reader
 from gradscope.console import console, progress
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
@@ -23,7 +24,7 @@ from gradscope.optim import make_optimizer
 from gradscope.provenance import provenance
 from gradscope.recipe import Data, resolve
 from gradscope.runlog import RunLog
-from gradscope.train import make_framework, make_reader, report_failures
+from gradscope.train import report_failures
 
 
 def probe_checkpoints(

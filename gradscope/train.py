@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,29 +23,25 @@ import torch
 from torch import Tensor
 
 from gradscope import cached, checkpoint, parallel
+from gradscope.assembly import check_same_records, make_framework, make_reader, total_steps_of
 from gradscope.console import console
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.image_cache import picture_reader
 from gradscope.data.too_long import refuse_too_long
-from gradscope.distributed import everyones, first_rank_first, is_sharded, local, rank, shared, summed, world
+from gradscope.distributed import first_rank_first, is_sharded, local, rank, shared, summed, world
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.freeze import checkpoint_activations, freeze
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.encoders.speed import speed_up
 from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import FixedCaptions, fixed_captions
-from gradscope.frameworks.clip import Clip, total_loss
-from gradscope.heads import Heads
+from gradscope.frameworks.clip import total_loss
 from gradscope.joining import joined_embeddings
-from gradscope.metrics.duplicates import group_sizes, repeats
-from gradscope.objectives import objectives
-from gradscope.objectives.hn import HN
-from gradscope.objectives.infonce import InfoNCE
+from gradscope.metrics.duplicates import repeats
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
 from gradscope.parallel import Replica
 from gradscope.provenance import provenance
-from gradscope.quantities import quantity_set
 from gradscope.recipe import Recipe
 from gradscope.resume import check_same_data, check_same_recipe
 from gradscope.runlog import Run, RunLog, checkpoint_step
@@ -55,12 +49,10 @@ from gradscope.silent_log import SilentLog
 from gradscope.sinks import require as require_sinks
 from gradscope.sinks.feed import open_feeds
 from gradscope.step_reader import StepReader
-from gradscope.train_display import display, header
-from gradscope.training_data import TrainingData, keep_items, training_data
+from gradscope.step_row import excluded_by_anchor, left_out, step_row, term_losses
+from gradscope.train_display import display, header, ranks_words
+from gradscope.training_data import keep_items, training_data
 from gradscope.types import Batch, Embeddings, Record, Term
-
-#: The gamma at which an InfoNCE run reads HN: the paper's.
-PAPER_GAMMA = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +97,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         cached.check_replayable(encoder)
     with first_rank_first():
         data = training_data(recipe)
-    _check_same_records(data)
+    check_same_records(data)
     batches = Batches(
         records=data.train,
         encoder=encoder,
@@ -122,7 +114,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
     if recipe.data.on_too_long == "error":
         ids = [*(record.id for record in data.train), *(record_id for record_id, _ in tested)]
         refuse_too_long(ids, [*batches.tokenized.lengths.tolist(), *tested_tokens.lengths.tolist()], encoder.context)
-    total_steps = _total_steps(recipe, batches)
+    total_steps = total_steps_of(recipe, batches)
     if settings.warmup >= total_steps:
         raise ValueError(f"train.warmup is {settings.warmup} steps, the whole run {total_steps}; lower the one or raise the other")
     checkpoint.seed_rank(settings.seed)
@@ -164,7 +156,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             log.listen(feed)
         words = header(recipe, batches, total_steps, len(data.validation), kernels, facts)
         say(words)
-        for line in [*_ranks_words(recipe), *filter(None, [frozen, faster])]:
+        for line in [*ranks_words(recipe), *filter(None, [frozen, faster])]:
             say(line)
         for note in data.notes:
             say(f"note: {note}")
@@ -213,8 +205,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 if step == first:
                     cached.check_drift(encoder, drift, settings.precision)
                 losses.append(total.detach())
-                parts.append(_term_losses(terms))
-                excluded.append(_excluded(terms))
+                parts.append(term_losses(terms))
+                excluded.append(excluded_by_anchor(terms))
             else:
                 for batch, whole in zip(micro_batches, everyone, strict=True):
                     with nullcontext() if batch is micro_batches[-1] else towers.quiet():
@@ -224,8 +216,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                         with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=False):
                             scaler.scale(total).backward()
                     losses.append(total.detach())
-                    parts.append(_term_losses(terms))
-                    excluded.append(_excluded(terms))
+                    parts.append(term_losses(terms))
+                    excluded.append(excluded_by_anchor(terms))
             towers.settle()
             scaler.unscale_(optimizer)
             if step == first:
@@ -237,8 +229,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             norm = parallel.gradient_norm(parameters)
             if settings.grad_clip > 0:
                 parallel.clip(parameters, settings.grad_clip, norm)
-            row = _step_row(step, epoch, batches, losses, parts, terms, encoder, norm, optimizer, everyone)
-            row |= {"negatives_per_anchor": recipe.negatives_per_anchor, **_left_out(excluded)}
+            row = step_row(step, epoch, batches, losses, parts, terms, encoder, norm, optimizer, everyone)
+            row |= {"negatives_per_anchor": recipe.negatives_per_anchor, **left_out(excluded)}
             if not math.isfinite(row["loss"]):
                 _stop(row, reader, encoder, log)
             scaler.step(optimizer)
@@ -287,80 +279,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
     return Trained(path=output, steps=total_steps, last=last, best=max(best.recall, last), best_step=best.step)
 
 
-# ---- assembling
-
-
-def make_framework(recipe: Recipe) -> Clip:
-    """The framework of a recipe."""
-    objective = recipe.objective
-    component = objectives[objective.name]
-    fields = {f.name for f in dataclasses.fields(component)} & {"gamma", "margin"}
-    return Clip(
-        objective=component(**{name: getattr(objective, name) for name in fields}),
-        loss_form=objective.loss_form,
-        token_weight=objective.token_weight,
-        duplicates=objective.duplicates,
-        kernel=objective.kernel,
-    )
-
-
-def make_reader(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer: torch.optim.Optimizer) -> StepReader | None:
-    """The step reader of a recipe, or None without --log-grads. Both objectives are read, whichever is trained."""
-    if not recipe.probe.log_grads:
-        return None
-    hn = framework.objective if isinstance(framework.objective, HN) else HN(gamma=PAPER_GAMMA)
-    settings = recipe.train
-    batches = f"micro-batch 1/{settings.accumulate}" if settings.accumulate_mode == "narrow" else "whole step"
-    left_out = "; duplicates excluded" if framework.duplicates == "exclude" else ""
-    return StepReader(
-        model=encoder,
-        heads=Heads(
-            objectives={"infonce": InfoNCE(), "hn": hn},
-            trained=framework.objective.name,
-            loss_form=framework.loss_form,
-            half=settings.precision == "fp16",
-            kernel=framework.kernel,
-        ),
-        quantities=quantity_set(recipe.probe.set),
-        every=recipe.probe.every,
-        budget=recipe.probe.share,
-        second_backward=recipe.probe.second_backward and settings.shard == "none",
-        dealt=world() > 1,
-        structural=encoder.structural_rows,
-        scale_max=settings.scale_max if settings.scale == "learn" else None,  # a fixed scale is not clamped
-        optimizer=optimizer,
-        stamps=f"{batches}; width {recipe.width}; gamma {hn.gamma:g} {hn.margin}; towers {settings.precision}, loss fp32; unscaled"
-        + left_out
-        + (f"; dealt to {world()} ranks" if world() > 1 else ""),
-    )
-
-
-def _total_steps(recipe: Recipe, batches: Batches) -> int:
-    every = recipe.train.epochs * batches.steps_per_epoch
-    return min(every, recipe.train.max_steps) if recipe.train.max_steps else every
-
-
-def _check_same_records(data: TrainingData) -> None:
-    """Ranks on other nodes read their own disk. Raises ValueError, on every rank, if they do not all have the same records."""
-    found = everyones(data.facts()["data"]["used_sha256"])
-    other = [str(index) for index, digest in enumerate(found) if digest != found[0]]
-    if other:
-        raise ValueError(
-            f"processes {', '.join(other)} read other records than process 0; give all nodes the same files, or a disk that all see"
-        )
-
-
-def _ranks_words(recipe: Recipe) -> list[str]:
-    """How the work is dealt out; nothing on one process."""
-    if world() == 1:
-        return []
-    settings = recipe.train
-    kept = "each has all parameters (DDP)" if settings.shard == "none" else "each keeps a part of the parameters (FSDP2)"
-    each = settings.batch_size // world()
-    lines = [f"{settings.batch_size} rows a micro-batch, {each} on each of {world()} ranks; rows gathered with gradient; {kept}"]
-    if settings.shard == "full" and recipe.probe.log_grads and recipe.probe.set == "full":
-        lines.append("note: parameters are divided, so the probe does not read the gradient by objective (quantity 'gradient')")
-    return lines
+# ---- the log
 
 
 def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, facts: dict[str, Any]) -> tuple[RunLog | SilentLog, int]:
@@ -444,68 +363,6 @@ def _say_untouched(encoder: DualEncoder, step: int, say: Callable[[str], None]) 
 def _average(parameters: Sequence[torch.nn.Parameter], count: int) -> None:
     if count > 1:
         parallel.scale_gradients(parameters, 1.0 / count)
-
-
-def _step_row(
-    step: int,
-    epoch: int,
-    batches: Batches,
-    losses: Sequence[Tensor],
-    parts: Sequence[Tensor],
-    terms: Sequence[Term],
-    encoder: DualEncoder,
-    norm: Tensor,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[Batch],
-) -> dict[str, Any]:
-    """One host transfer: the loss and its terms are means over the micro-batches."""
-    scale = encoder.scale().detach()
-    by_term = torch.stack(list(parts)).mean(dim=0)  # [terms]
-    numbers = torch.cat([torch.stack([torch.stack(list(losses)).mean(), scale, norm]), by_term])
-    loss, scale_value, grad_norm, *means = numbers.double().tolist()
-    context = micro_batches[0].texts["full"].shape[1]
-    return {
-        "step": step,
-        "samples": step * batches.per_step,
-        "epoch": epoch,
-        "loss": loss,
-        **{f"loss_{term.name}": value for term, value in zip(terms, means, strict=True)},
-        "scale": scale_value,
-        "lr": optimizer.param_groups[0]["lr"],
-        "grad_norm": grad_norm,
-        "truncated": sum(int((batch.lengths > context).sum()) for batch in micro_batches),
-        "peak_mem": _peak_memory(encoder.device),
-    }
-
-
-def _term_losses(terms: Sequence[Term]) -> Tensor:
-    return torch.stack([term.loss.detach().mean() for term in terms])
-
-
-def _excluded(terms: Sequence[Term]) -> Tensor | None:
-    """Of each anchor of a softmax, how many other captions were no negatives: int64 [N]."""
-    scores, groups = terms[0].scores, terms[0].groups
-    if groups is not None:
-        return group_sizes(groups) - 1
-    return None if scores is None or scores.excluded is None else scores.excluded.sum(dim=1)
-
-
-def _left_out(excluded: Sequence[Tensor | None]) -> dict[str, int]:
-    """With --duplicates exclude: how many pairs of captions were no negatives of each other, and how many anchors had no negative."""
-    counts = [count for count in excluded if count is not None]
-    if not counts:
-        return {}
-    of_anchor = torch.stack(counts)  # [softmaxes, N]
-    pairs, alone = torch.stack([of_anchor.sum() // 2, (of_anchor == of_anchor.shape[1] - 1).sum()]).tolist()
-    return {"duplicates_excluded": pairs, "anchors_without_negatives": alone}
-
-
-def _peak_memory(device: torch.device) -> float:
-    """MiB: allocated on the GPU, or the process's resident peak."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes, Linux KiB
 
 
 def _stop(row: dict[str, Any], reader: StepReader | None, encoder: DualEncoder, log: RunLog | SilentLog) -> NoReturn:

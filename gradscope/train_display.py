@@ -15,6 +15,7 @@ from rich.progress import TextColumn
 
 from gradscope.console import bar, console
 from gradscope.data.batching import Batches
+from gradscope.distributed import world
 from gradscope.following import Following
 from gradscope.kernels.choice import kernel_for, kernel_words
 from gradscope.probe_cost import expected_cost
@@ -57,6 +58,21 @@ def loss_words(recipe: Recipe, device: torch.device) -> str:
     if objective.token_weight > 0:
         words += f"; the token term keeps its scores, {2 * width * width * 4 / 2**20:.0f} MB and as much again for each use"
     return words
+
+
+def ranks_words(recipe: Recipe) -> list[str]:
+    """How the work is dealt out; nothing on one process."""
+    if world() == 1:
+        return []
+    settings = recipe.train
+    kept = "each has all parameters (DDP)" if settings.shard == "none" else "each keeps a part of the parameters (FSDP2)"
+    each = settings.batch_size // world()
+    lines = [f"{settings.batch_size} rows a micro-batch, {each} on each of {world()} ranks; rows gathered with gradient; {kept}"]
+    if settings.shard == "full" and recipe.probe.log_grads and recipe.probe.set == "full":
+        lines.append(
+            "note: parameters are divided, so the probe does not read the gradient by objective (quantities gradient, zero_causes, and zeros of parameters)"
+        )
+    return lines
 
 
 def duplicates_words(captions: int, duplicates: str) -> str:

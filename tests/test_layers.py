@@ -47,6 +47,8 @@ LAYERS = {
     ],
     4: [
         "train",
+        "assembly",
+        "step_row",
         "probe",
         "train_display",
         "evaluate",

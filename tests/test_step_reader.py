@@ -13,12 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy, readings, toy_batch, toy_reader
 
+from gradscope.assembly import make_framework, make_reader
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.metrics import counting, signed_log
 from gradscope.objectives.hn import HN
 from gradscope.optim import make_optimizer
 from gradscope.recipe import resolve
-from gradscope.train import make_framework, make_reader
 from gradscope.types import Reading, Scores, Step
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradscope import checkpoint
+from gradscope.assembly import make_framework
 from gradscope.console import console
 from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
@@ -37,7 +38,6 @@ from gradscope.quantities.gradient import tower_of
 from gradscope.recipe import Data, Recipe, resolve
 from gradscope.run_checkpoints import chosen_checkpoints
 from gradscope.runlog import Run, is_run
-from gradscope.train import make_framework
 from gradscope.types import Batch
 from gradscope.zeros.accounting import Accounting, account
 from gradscope.zeros.counterfactual import Pass
