@@ -251,7 +251,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             row |= {"loss_scale": loss_scale, "skipped": int(skipped), "seconds": time.perf_counter() - start}
             loss_scale = next_scale
             row["wait_seconds"] = start - ended  # since the step before: for pictures, and for its row to be written
-            row["images_per_s"] = batches.per_step / row["seconds"]
+            row["images_per_s"] = batches.per_step / (row["seconds"] + row["wait_seconds"])
             ended = time.perf_counter()
             row["probe_seconds"] = sum(reader.seconds.values()) if reader else 0.0
             if reader:

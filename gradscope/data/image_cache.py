@@ -25,13 +25,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import PIL
 import torch
-import torchvision
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from torch import Tensor
@@ -89,8 +89,9 @@ class CachedPixels:
 
     def _mended(self, path: str, slot: int, checksum: int) -> Tensor:
         levels = self.read.levels(path).contiguous()
-        if zlib.crc32(levels.numpy()) == checksum:  # else its file has changed since the start
-            _write_at(self.file, slot * _bytes(self.read), levels.numpy().tobytes())
+        data = levels.numpy().tobytes()
+        if zlib.crc32(data) == checksum:  # else its file has changed since the start
+            _write_at(self.file, slot * _bytes(self.read), data)
         self.damaged += 1
         if self.damaged & (self.damaged - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
             console.print(f"image cache: {self.damaged} damaged, decoded again, the last for '{path}'", style="yellow", soft_wrap=True)
@@ -241,7 +242,8 @@ def _decoded(paths: Sequence[str], read: PixelPath, workers: int) -> Iterator[by
 def _what(read: PixelPath) -> dict[str, Any]:
     """All that decides the levels. The mean and the deviation do not, and encoders that differ in those share a cache."""
     way = {key: value for key, value in asdict(read).items() if key not in ("mean", "std")}
-    versions = {module.__name__: cast(str, module.__version__) for module in (gradscope, PIL, torch, torchvision)}
+    versions = {module.__name__: cast(str, module.__version__) for module in (gradscope, PIL, torch)}
+    versions["torchvision"] = version("torchvision")  # importing it takes longer than torch
     return {**way, **versions, "instructions": torch.backends.cpu.get_cpu_capability()}
 
 
