@@ -280,8 +280,8 @@ class StepReader:
                 if alone and name == self.heads.trained:
                     continue
                 known[name] = self.heads.evaluate(name, at, observed)
-                if known[name].scores is not None:
-                    observed = replace(observed, cosine=known[name].scores.cosine)
+                scores = known[name].scores
+                observed = observed if scores is None else replace(observed, cosine=scores.cosine)
             return known
 
     def _param_grads(

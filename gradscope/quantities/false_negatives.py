@@ -94,14 +94,15 @@ class FalseNegatives:
         """Where each guide masks, and the share of each objective's push on every mask."""
         masks = {**masks, **{f"captions_{kind}": mask for kind, mask in self._above(cosines, scores.cosine).items()}}
         directions = next(iter(step.heads.values())).directions
+        shared = Chosen.of(masks, scores.excluded)
         chosen: dict[str, Chosen] = {}
         for direction, matrix in per_direction(scores.cosine, directions).items():
             pairs = {f"pairs_{kind}": mask for kind, mask in self._above(matrix.contiguous(), scores.cosine).items()}
-            chosen[direction] = Chosen(masks | pairs, scores.excluded)
-        names = list(chosen[directions[0]].names)
+            chosen[direction] = shared.joined(Chosen.of(pairs, scores.excluded))
+        names = chosen[directions[0]].names
         readings, nan = [], 0.0 * scores.cosine.sum()
         kept = _kept(len(cosines), scores.excluded)
-        counts = torch.stack([each.counts() for each in chosen.values()]).double().mean(dim=0) + nan  # [masks]
+        counts = torch.stack([each.counts() for each in chosen.values()]).mean(dim=0) + nan  # [masks]
         for name, count in zip(names, counts, strict=True):
             if name.startswith(GUIDES):
                 readings.append(_reading(f"masked_{name}", count / kept, "share"))
@@ -204,25 +205,32 @@ def _pushes(head: Head, chosen: Mapping[str, Chosen]) -> list[Reading]:
     return [_reading(f"push_{name}", value / total, "share", head.name) for name, value in zip(names, on_masks, strict=True)]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Chosen:
     """Several masks [N, N] of one direction, anchors in rows, as the bits of one number per cell: each is counted in one pass for all.
 
     What is no negative (the diagonal, an excluded cell) is in none.
     """
 
-    def __init__(self, masks: Mapping[str, Tensor], excluded: Tensor | None) -> None:
-        self.names = tuple(masks)
+    names: tuple[str, ...]
+    codes: Tensor  # uint8 [N, N]
+
+    @classmethod
+    def of(cls, masks: Mapping[str, Tensor], excluded: Tensor | None) -> Chosen:
         first, *others = masks.values()
-        self._codes = first.to(torch.uint8)
+        codes = first.to(torch.uint8)
         for bit, mask in enumerate(others, 1):
-            self._codes |= mask.to(torch.uint8) << bit
-        self._codes.fill_diagonal_(0)
-        if excluded is not None:
-            self._codes.masked_fill_(excluded, 0)
+            codes |= mask.to(torch.uint8) << bit
+        codes.fill_diagonal_(0)
+        return cls(names=tuple(masks), codes=codes if excluded is None else codes.masked_fill_(excluded, 0))
+
+    def joined(self, other: Chosen) -> Chosen:
+        """The masks of both."""
+        return Chosen(names=self.names + other.names, codes=self.codes | other.codes << len(self.names))
 
     def counts(self) -> Tensor:
-        """How many cells each mask chose, int64 [masks]."""
-        return self._by_mask(counts_of(self._codes.flatten(), self._size))
+        """How many cells each mask chose, float64 [masks]."""
+        return self._by_mask(counts_of(self.codes.flatten(), self._size))
 
     def push(self, logits: Tensor, log_odds: Tensor, largest: Tensor) -> Tensor:
         """The sum over the cells of each mask, and over all negatives, of p_ij / exp(largest): float64 [masks + 1].
@@ -234,7 +242,7 @@ class Chosen:
         for rows in row_slices(*logits.shape):
             cells = logits[rows].to(torch.float64, copy=True).sub_(norm[rows, None]).exp_()
             cells.diagonal(rows.start).fill_(0.0)
-            total += sums_of(self._codes[rows].flatten(), cells.flatten(), self._size)
+            total += sums_of(self.codes[rows].flatten(), cells.flatten(), self._size)
         return torch.cat([self._by_mask(total), total.sum().view(1)])
 
     @property
@@ -242,8 +250,9 @@ class Chosen:
         return 1 << len(self.names)
 
     def _by_mask(self, by_code: Tensor) -> Tensor:
-        codes = torch.arange(self._size, device=by_code.device)
-        return torch.stack([by_code.masked_fill(codes >> bit & 1 == 0, 0).sum() for bit in range(len(self.names))])
+        """Counts or sums of the numbers 0 ... -> float64 [masks], exact up to 2^53."""
+        codes, bits = (torch.arange(size, device=by_code.device) for size in (self._size, len(self.names)))
+        return (codes >> bits[:, None] & 1).double() @ by_code.double()
 
 
 def _kept(n: int, excluded: Tensor | None) -> Tensor | int:
