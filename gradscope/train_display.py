@@ -69,9 +69,8 @@ def ranks_words(recipe: Recipe) -> list[str]:
     each = settings.batch_size // world()
     lines = [f"{settings.batch_size} rows a micro-batch, {each} on each of {world()} ranks; rows gathered with gradient; {kept}"]
     if settings.shard == "full" and recipe.probe.log_grads and recipe.probe.set == "full":
-        lines.append(
-            "note: parameters are divided, so the probe does not read the gradient by objective (quantities gradient, zero_causes, and zeros of parameters)"
-        )
+        unread = "quantities gradient, zero_causes, and zeros of parameters"
+        lines.append(f"note: parameters are divided, so the probe does not read their gradient by objective ({unread})")
     return lines
 
 

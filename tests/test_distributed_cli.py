@@ -116,7 +116,7 @@ def test_a_command_for_one_process_is_refused(tmp_path):
     assert together.ended() == [2, 2]
     said = "".join(together.said("err"))
     assert said.count("gradscope:") == 1
-    assert "sweep runs as one process; only train and eval work on several (torchrun)" in said
+    assert "sweep runs as one process; only train, eval" in said
 
 
 def test_an_error_of_one_rank_ends_both_with_its_message(scenes_folder, small_encoder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 from pathlib import Path
@@ -33,7 +34,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[Any, 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_process, args=(folder, port), nprocs=2)
+    multiprocessing.set_forkserver_preload(["gradscope.probe", "open_clip"])  # imported once, not by each process
+    mp.start_processes(_process, args=(folder, port), nprocs=2, start_method="forkserver")
     found: dict[str, list[dict[Any, Any]]] = {"folder": [{"path": folder}]}
     for case in CASES:
         read = [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1)]
