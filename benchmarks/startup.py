@@ -8,7 +8,8 @@ Every arm is a fresh process, files in the page cache, in an order drawn anew in
     a wrong argument                  refused in one sentence: an unknown figure, a recipe that is not there
     data list                         a table of what is registered
     figure start-widths               drawn from a CSV, to PDF, PNG and CSV; with ``--run`` also figure 4 and diagnose of that run
-    audit of one batch                the lightest command that computes with torch
+    Probe, audit                      ``from gradscope import Probe``, and an audit of one batch: what needs torch, and the whole of the
+                                      lightest command that computes with it
 
 How to read it: ``least`` is the fastest round, which other work on the machine disturbs least; a person waits for the median. How it
 can mislead: the first start after a boot also reads the files from disk, which no arm here does; importing torch differs by a factor
@@ -50,6 +51,7 @@ def commands(folder: Path, run: Path | None) -> dict[str, Command]:
         "import typer": (["-c", "import typer"], OK),
         REFERENCE: (["-c", "import torch"], OK),
         "import open_clip": (["-c", "import open_clip"], OK),
+        "import Probe": (["-c", "from gradscope import Probe"], OK),
         "gradscope --version": ([*start, "--version"], OK),
         "gradscope --help": ([*start, "--help"], OK),
         "train --help": ([*start, "train", "--help"], OK),

@@ -82,3 +82,16 @@ def test_tables_and_figures_from_files_need_no_torch(run, tmp_path: Path):
         (HEAVY, ["figure", "start-widths", str(table), "--output", "drawn"]),
     )
     assert list((tmp_path / "drawn").glob("*.pdf"))
+
+
+def test_what_needs_torch_loads_torch_and_little_else():
+    """open_clip and torchvision take longer to import than torch: only what builds an encoder or decodes a picture does."""
+    heavy = [name for name in f"{HEAVY} pandas matplotlib".split() if name != "torch"]
+    lines = ["import sys, importlib", f"heavy = set({heavy!r})"]
+    for module in ("gradscope.probe", "gradscope.encoders.load", "gradscope.evaluate", "gradscope.train"):
+        lines += [
+            f"importlib.import_module({module!r})",
+            f"assert not heavy & set(sys.modules), ({module!r}, heavy & set(sys.modules))",
+        ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
