@@ -22,12 +22,14 @@ from torch.optim import Optimizer
 
 from gradscope import distributed
 from gradscope import train as loop
+from gradscope.assembly import check_same_records
 from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder
 from gradscope.evaluate import evaluate
 from gradscope.recipe import Recipe, Train, resolve
 from gradscope.runlog import Run, comparable
+from gradscope.training_data import training_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,9 +113,15 @@ def spawn(size: int, work: Callable[[], None]) -> None:
     mp.start_processes(process, args=(size, port, work), nprocs=size, start_method="forkserver")
 
 
+def three(scenes: Path, encoder: Path, folder: Path) -> None:
+    the_gather()
+    embed_five(scenes, encoder, folder)
+
+
 def two(scenes: Path, encoder: Path, dropout: Path, folder: Path) -> None:
     the_layer()
     the_gather()
+    other_records(scenes, encoder)
     embed_five(scenes, encoder, folder)
     for name, changes in RUNS.items():
         run(recipe(scenes, encoder, changes), folder / name)
@@ -164,6 +172,14 @@ def the_gather() -> None:
     found = distributed.averaged(list(torch.autograd.grad(loss(joined, own[1]), own)))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def other_records(scenes: Path, encoder: Path) -> None:
+    """A node whose disk holds something else: each rank says so, none trains."""
+    split = ("train", "test")[distributed.rank()]
+    data = training_data(recipe(scenes, encoder, {"data.train_split": split}))
+    with pytest.raises(ValueError, match="processes 1 read other records than process 0"):
+        check_same_records(data)
 
 
 def embed_five(scenes: Path, encoder: Path, folder: Path) -> None:
@@ -264,7 +280,7 @@ def test_a_run_of_two_sharded_processes_goes_on_as_one(several, scenes_folder, s
 
 def test_five_pairs_on_one_two_and_three_processes(several, folder, scenes_folder, small_encoder):
     """D02: the rows are the same bits, each record once and in order; so are all numbers; nothing hangs."""
-    spawn(3, partial(embed_five, scenes_folder, small_encoder, folder))
+    spawn(3, partial(three, scenes_folder, small_encoder, folder))
     embed_five(scenes_folder, small_encoder, folder)
     one = torch.load(folder / "five-1-0.pt")
     assert {row["n_queries"] for row in one["rows"]} == {5}
