@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from PIL import Image
 from gradscope.data import content_digests as digests
 from gradscope.data import image_cache
 from gradscope.data.image_cache import ROW, cached_pixels
+from gradscope.data.members import Member
 from gradscope.data.pixels import DECODES, PixelPath, pixel_path
 from gradscope.paths import cache_folder
 
@@ -204,6 +206,19 @@ def test_workers_write_the_same(tmp_path, own_cache):
     shutil.rmtree(own_cache)
     cached_pixels(paths, read)
     assert files(own_cache)[0].read_bytes() == one
+
+
+def test_members_of_a_tar_file(tmp_path):
+    paths, read = make(tmp_path / "a", 5), pixel_path({"size": 16})
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for path in paths:
+            tar.add(path, Path(path).name)
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        members = [Member(shard=str(tmp_path / "a.tar"), offset=m.offset_data, size=m.size, name=m.name).path() for m in tar]
+    said: list[str] = []
+    cached_pixels(paths, read)
+    assert same(cached_pixels(members, read, say=said.append), read, members)
+    assert "all decoded before" in said[0], "a member holds what the file holds"
 
 
 def test_refusals_name_the_picture_or_the_room(tmp_path, own_cache, monkeypatch):

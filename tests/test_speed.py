@@ -112,6 +112,9 @@ def test_a_run_through_the_image_cache_is_the_same_run(settings, tmp_path, monke
         a, b = weights(tmp_path / "plain"), weights(tmp_path / name)
         assert all(torch.equal(a[key], b[key]) for key in a)
         assert Run(tmp_path / "plain").evals["value"].equals(Run(tmp_path / name).evals["value"])
+        rows = Run(tmp_path / name).steps
+        assert (rows["wait_seconds"] >= 0).all()
+        assert (rows["images_per_s"] * (rows["seconds"] + rows["wait_seconds"])).to_numpy() == pytest.approx(8.0)
     assert "200 to decode now" in (tmp_path / "filling" / "console.log").read_text()
     assert "all decoded before" in (tmp_path / "kept" / "console.log").read_text()
 
@@ -130,7 +133,7 @@ def test_compiled_towers_are_the_same_to_rounding(settings, tmp_path, arm):
     }[arm]
     for name, compiled in (("eager", False), ("compiled", True)):
         train(resolve({}, {**settings, **changes, "train.compile": compiled}), tmp_path / name, quiet=True)
-    assert "1 blocks of the image tower" in (tmp_path / "compiled" / "console.log").read_text()
+    assert "1 of the image tower" in (tmp_path / "compiled" / "console.log").read_text()
     assert "compiled" in Run(tmp_path / "compiled").provenance["faster"]
     assert_same_to_rounding(tmp_path / "eager", tmp_path / "compiled", 2e-2 if arm == "bf16" else 1e-3)
 
@@ -178,7 +181,7 @@ def test_without_a_compiler_it_is_refused(settings, tmp_path, monkeypatch):
 def test_channels_last_is_the_same_to_rounding(settings, tmp_path):
     for name, last in (("plain", False), ("last", True)):
         train(resolve({}, {**settings, "train.channels_last": last}), tmp_path / name, quiet=True)
-    assert "1 convolutions with channels last" in Run(tmp_path / "last").provenance["faster"]
+    assert "channels last: 1" in Run(tmp_path / "last").provenance["faster"]
     assert_same_to_rounding(tmp_path / "plain", tmp_path / "last")
 
 

@@ -54,6 +54,11 @@ _AT_ONCE = 16
 Say = Callable[[str], None]
 
 
+def tell(line: str) -> None:
+    """To the console, as one line."""
+    console.print(line, soft_wrap=True)
+
+
 @dataclass(kw_only=True)
 class CachedPixels:
     """path -> float32 [3, H, W], the same as ``read`` gives. Can be sent to worker processes.
@@ -102,7 +107,7 @@ class CachedPixels:
 
 
 def picture_reader(
-    records: Sequence[Record], preprocess: Mapping[str, Any], *, decode: str, cache: str, workers: int = 0, say: Say = console.print
+    records: Sequence[Record], preprocess: Mapping[str, Any], *, decode: str, cache: str, workers: int = 0, say: Say = tell
 ) -> Callable[[str], Tensor]:
     """path -> picture for all of ``records``: through the cache, filled first, where ``cache`` is "images"; else decoded each time.
 
@@ -115,7 +120,7 @@ def picture_reader(
     return cached_pixels([record.image for record in records if record.image is not None], read, workers=workers, say=say)
 
 
-def cached_pixels(paths: Sequence[str], read: PixelPath, *, workers: int = 0, say: Say = console.print) -> CachedPixels:
+def cached_pixels(paths: Sequence[str], read: PixelPath, *, workers: int = 0, say: Say = tell) -> CachedPixels:
     """The cache of ``read``, after every picture of ``paths`` has been put into it.
 
     Args:

@@ -30,7 +30,7 @@ KINDS = 64
 
 def speed_up(encoder: DualEncoder, *, compiled: bool, channels: bool) -> list[str]:
     """What a recipe asks for, before activations are checkpointed and before the encoder is wrapped; in words, nothing without any."""
-    words = [f"{channels_last(encoder)} convolutions with channels last"] if channels else []
+    words = [f"convolutions with channels last: {channels_last(encoder)}"] if channels else []
     return [*words, compile_towers(encoder)] if compiled else words
 
 
@@ -54,8 +54,8 @@ def compile_towers(encoder: DualEncoder, backend: str = "inductor") -> str:
             part.forward = _Compiled(
                 module=part, eager=part.forward, compiled=torch.compile(part.forward, backend=backend, dynamic=False)
             )
-        counts.append(f"{len(parts)} {'blocks' if tower.blocks else 'modules'} of the {tower.name} tower")
-    return f"compiled in training: {', '.join(counts)}"
+        counts.append(f"{len(parts)} of the {tower.name} tower" if tower.blocks else f"the {tower.name} tower as a whole")
+    return f"blocks compiled for training: {', '.join(counts)}"
 
 
 @dataclass(frozen=True, kw_only=True)
