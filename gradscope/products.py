@@ -28,6 +28,7 @@ Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((96, 96, 768), (1024, 512, 128), (1024, 1024, 768))
 
 _CHECKED_ROWS = 64
+_LONGEST = 8192  # a trial with more rows or columns would only take longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def choose(device: torch.device, *shapes: Shape) -> Products:
 def _trial(setting: str, device: torch.device, shape: Shape) -> float:
     """Largest error of a product of random unit rows against float64. Leaves ``setting`` behind."""
     torch.set_float32_matmul_precision(setting)
-    a, b = (_unit_rows(n, shape[2]).to(device) for n in shape[:2])
+    a, b = (_unit_rows(min(n, _LONGEST), shape[2]).to(device) for n in shape[:2])
     some = torch.linspace(0, len(a) - 1, min(_CHECKED_ROWS, len(a))).long().to(device)
     product = a @ b.T
     wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64

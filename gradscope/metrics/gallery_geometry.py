@@ -10,22 +10,22 @@ picture may have several:
 
 How to read: several files of one gallery side by side are a course over time. hub_largest .05 at k = 10 says that one caption is among
 the first ten of every twentieth picture.
-How it can mislead: effective rank, hubness and gap depend on N and M, so compare files of one gallery only. Products are fp32 (never
-TF32), so cosines are right to about 1e-6: uniformity, gaps and hubness of near-ties inherit that; all else is float64. A row that is
-not finite is left out and counted, and so is its pair; its partner stays a candidate.
+How it can mislead: effective rank, hubness and gap depend on N and M, so compare files of one gallery only. Products are fp32 (checked,
+never TF32), so cosines are right to about 1e-6: uniformity, gaps and hubness of near-ties inherit that; all else is float64. A row
+that is not finite is left out and counted, and so is its pair; its partner stays a candidate.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from gradscope.metrics import embedding_geometry as measure
 from gradscope.metrics.gallery_scores import check_gallery, finite_rows
+from gradscope.products import fast_fp32
 
 Progress = Callable[[int, int], None]  # (strips done, strips in all)
 
@@ -65,7 +65,7 @@ def embedding_geometry(
     if not bool((place >= 0).any()):
         raise ValueError("embedding geometry needs a caption and its picture both finite, and found none; look for the cause of nan.")
     tick = _ticker(2 * sum(math.ceil(len(rows) / block) for rows in towers.values()), progress)
-    with _plain_products():
+    with fast_fp32(image.device, *((min(block, len(a)), len(b), image.shape[1]) for a in towers.values() for b in towers.values())):
         values = {**_pairs(towers, place), **_towers(towers, block, tick), **_between(towers, place, k, block, tick)}
     counts = {"images": len(image), "captions": len(text), "k": k, "width": image.shape[1]}
     lost = {f"excluded.{name}": int((~rows).sum()) for name, rows in kept.items()}
@@ -145,14 +145,3 @@ def _ticker(total: int, progress: Progress | None) -> Callable[[], None]:
             progress(done, total)
 
     return tick
-
-
-@contextmanager
-def _plain_products() -> Iterator[None]:
-    """fp32 products that are neither TF32 nor bf16, whatever the caller has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
