@@ -45,6 +45,7 @@ from gradscope.cadence import percent, share
 from gradscope.console import console
 from gradscope.encoders.reach import reachable_rows
 from gradscope.heads import Heads, Observed
+from gradscope.kernels.choice import kernel_for
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.quantities import quantity_set
@@ -92,6 +93,8 @@ class Probe:
             asks the loss (sentence-transformers), and else takes both.
         second_backward: also take the full-parameter gradient of the objective that is not trained (one more backward; set "full").
         gather: whether the softmax is over all ranks; None takes it from the loss module (``world_size``, ``gather_across_devices``).
+        kernel: "auto" streams a softmax above a width, so that readings of its single cells are left out and said; "dense" reads them
+            at any width, in memory of width^2; "streaming" never holds them.
         scale_max: the clamp of a learned scale.
         precision: of the towers, "fp32", "bf16" or "fp16", where a library turns autocast on inside the model's forward; None takes
             what is on when the model is called.
@@ -99,7 +102,7 @@ class Probe:
         sinks: "tensorboard", "wandb", "mlflow", joined with commas: where readings are sent beside ``output``.
 
     Raises:
-        ValueError: unknown set, objective or direction; no trainable parameters; an ``output`` that holds something else.
+        ValueError: unknown set, objective, kernel or direction; no trainable parameters; an ``output`` that holds something else.
     """
 
     def __init__(
@@ -119,12 +122,14 @@ class Probe:
         directions: Sequence[str] | None = None,
         second_backward: bool = False,
         gather: bool | None = None,
+        kernel: str = "auto",
         scale_max: float | None = None,
         precision: str | None = None,
         first_step: int = 1,
         sinks: str = "",
     ) -> None:
         _check(every, trained, margin, directions or DIRECTIONS, second_backward, probe_set, first_step)
+        kernel_for(2, kernel)  # refuses an unknown one now, and not at the first step
         self.model, self.loss, self.scaler = model, loss, scaler
         self._source = EmbeddingSource(model, loss, self._observe)
         stated = self._source.directions
@@ -135,7 +140,10 @@ class Probe:
         self.reader = StepReader(
             model=model,
             heads=Heads(
-                objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma, margin=margin)}, trained=trained, directions=tuple(directions)
+                objectives={"infonce": InfoNCE(), "hn": HN(gamma=gamma, margin=margin)},
+                trained=trained,
+                directions=tuple(directions),
+                kernel=kernel,
             ),
             quantities=quantity_set(probe_set),
             every=every,

@@ -6,6 +6,7 @@ import math
 import secrets
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gradscope.metrics.softmax import dense_anchors, entropy_number, log_odds, n
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.margin import MARGINS, margin_matrix, off_diagonal_mean
+from gradscope.probe import Probe
 from gradscope.quantities import left_out_words, quantity_set
 from gradscope.recipe import resolve
 from gradscope.runlog import Run, comparable
@@ -44,7 +46,7 @@ def repeating(size: int, seed: int) -> Batch:
 def reader_of(framework: Clip, encoder: Toy) -> StepReader:
     hn = framework.objective if isinstance(framework.objective, HN) else HN(gamma=0.3)
     reader = toy_reader(encoder, framework.objective.name)
-    objectives = {"infonce": InfoNCE(), "hn": hn}
+    objectives: dict[str, InfoNCE | HN] = {"infonce": InfoNCE(), "hn": hn}
     reader.heads = Heads(
         objectives=objectives, trained=framework.objective.name, kernel=framework.kernel, loss_form=framework.loss_form
     )
@@ -102,6 +104,33 @@ def test_what_needs_the_cells_is_left_out_said_once_and_stamped() -> None:
         assert name in reader.failures[0]
     look(reader, framework, encoder, toy_batch(9, 2))
     assert len(reader.failures) == 1
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_in_a_foreign_loop(normalise: bool) -> None:
+    """Where the loss is not ours both objectives are evaluated on copies, rows that are not unit yet included."""
+    found = []
+    for kernel in ("dense", "streaming"):
+        encoder, batch = Toy(), toy_batch(11, 4)
+        reader = reader_of(Clip(kernel=kernel, loss_form="residual"), encoder)
+        reader.heads.normalise = normalise
+        reader.begin(1, 0)
+        unit = encoder.embed(batch)
+        embeddings = replace(unit, image=3.0 * unit.image, text=0.5 * unit.text) if normalise else unit
+        reader.open(embeddings, Observed(captions=batch.captions, token_ids=batch.texts["full"]))
+        rows = {side: torch.nn.functional.normalize(getattr(embeddings, side), dim=1) for side in ("image", "text") if normalise}
+        total_loss(Clip(kernel="dense")(replace(embeddings, **rows))).backward()
+        reader.close()
+        found.append({(row["quantity"], row["term"], row["key"]): row["value"] for row in reader.flush() if row["quantity"] != "probe"})
+    dense, streamed = found
+    assert {("hooks", "hn", "agreement"), ("loss", "hn", "true"), ("gap", "", "mean.t2i")} <= set(streamed) < set(dense)
+    assert not {key: (dense[key], streamed[key]) for key in streamed if not close(streamed[key], dense[key], 2e-5)}
+    assert streamed["hooks", "infonce", "agreement"] == pytest.approx(1, abs=1e-6)
+
+
+def test_an_unknown_kernel_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="kernel 'sparse' is unknown"):
+        Probe(Toy(), kernel="sparse")
 
 
 def test_nothing_lost_is_nothing_said() -> None:
@@ -167,7 +196,7 @@ def test_the_mean_margin_without_the_matrix(margin: str) -> None:
 
 
 @pytest.fixture
-def run(small_encoder: Path, scenes_folder: Path, tmp_path: Path):
+def run(small_encoder: Path, scenes_folder: Path, tmp_path: Path) -> Callable[..., tuple[Run, dict[str, Tensor]]]:
     """``run(name, changes)``: a finished small CPU run and its weights."""
 
     def go(name: str, changes: dict[str, object]) -> tuple[Run, dict[str, Tensor]]:
@@ -198,14 +227,14 @@ def test_three_steps_of_plain_descent_end_at_the_same_weights(objective: InfoNCE
             with torch.no_grad():
                 for parameter in encoder.parameters():
                     assert parameter.grad is not None
-                    parameter -= 0.05 * parameter.grad
+                    parameter.sub_(0.05 * parameter.grad)
         ends.append(torch.cat([p.detach().flatten() for p in encoder.parameters()]))
     assert float((ends[0] - ends[1]).norm() / ends[0].norm()) < 1e-6
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("changes", CHANGES, ids=["one batch", "cached"])
-def test_training_streamed_is_training_dense(run, changes: dict[str, object]) -> None:
+def test_training_streamed_is_training_dense(run: Callable[..., tuple[Run, dict[str, Tensor]]], changes: dict[str, object]) -> None:
     probe = {"probe.log_grads": True, "probe.every": 2}
     wide, weights = run("wide", {**changes, **probe, "objective.kernel": "streaming"})
     dense, expected = run("dense", {**changes, **probe, "objective.kernel": "dense", "objective.loss_form": "residual"})
@@ -246,6 +275,7 @@ def test_streaming_is_the_residual_form_and_a_contradiction_is_refused() -> None
 WIDE = """
 import resource, torch
 from toy import Toy, toy_batch, toy_reader
+from collections.abc import Callable
 from dataclasses import replace
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.quantities import quantity_set

@@ -51,5 +51,5 @@ def left_out_words(held: Mapping[str, Any], width: int) -> str:
     lost = "; ".join([", ".join(whole), *parts] if whole else parts)
     return (
         f"at width {width} the softmax is streamed: its {width} x {width} cells never exist, and what needs them is not read: {lost} "
-        f"(--kernel dense reads them, at {width * width * 4 / 2**20:.0f} MB a matrix)"
+        f'(kernel "dense" reads it, at {width * width * 4 / 2**20:.0f} MB a matrix)'
     )
