@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -124,23 +125,32 @@ def estimate(rows: Tensor, *, block: int | None = None, processes: int = 1) -> t
         sweep = Sweep.of(unit, block)
         some = list(islice(pairs, 0, None, max(1, number_of_pairs(len(unit), block) // _TIMED_PAIRS)))[: _TIMED_PAIRS + 1]
         sweep.add(*some[0])  # the first call pays for the start of threads
-        seconds = _timed(sweep, some[1:] or some) * (number_of_pairs(len(unit), block) / processes + blocks / 4)
+        pair = _seconds(lambda: _add(sweep, some), unit.device) / len(some)
+        row = _seconds(lambda: _per_row(unit[:block]), unit.device) / min(block, len(unit))
+    seconds = pair * (number_of_pairs(len(unit), block) / processes + blocks / 2) + row * len(unit)  # a half: finding the indices
     return seconds, 48 * len(unit) + 16 * min(block, len(unit)) ** 2
 
 
-def _timed(sweep: Sweep, pairs: list[tuple[int, int]]) -> float:
-    """Seconds per block pair."""
-    _synchronise(sweep.unit)
-    start = time.perf_counter()
+def _add(sweep: Sweep, pairs: list[tuple[int, int]]) -> None:
     for i, j in pairs:
         sweep.add(i, j)
-    _synchronise(sweep.unit)
-    return (time.perf_counter() - start) / len(pairs)
 
 
-def _synchronise(rows: Tensor) -> None:
-    if rows.is_cuda:
-        torch.cuda.synchronize(rows.device)
+def _per_row(unit: Tensor) -> None:
+    """What is done once for each row: norms, the mean and the hardest cosines in float64."""
+    _finite_unit_rows(unit)
+    mean_cosine(unit)
+    everyone = torch.arange(len(unit), device=unit.device)
+    _pair_cosines(unit, everyone, everyone.flip(0))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
 
 
 def _shapes(unit: Tensor, block: int) -> tuple[Shape, ...]:
