@@ -55,4 +55,3 @@ def joined_embeddings(own: Embeddings) -> Embeddings:
         text_tokens=tokens[1],
         text_valid=None if own.text_valid is None else gathered(own.text_valid.byte()).bool(),
     )
-
