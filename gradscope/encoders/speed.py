@@ -8,6 +8,9 @@ channels last   weights of convolutions are stored with their channels side by s
                 precision. A ViT has one such layer and gains next to nothing; a ResNet is made of them.
 Both give the same numbers to rounding only, so they are settings of the run, and a run is resumed with the same ones.
 
+Measured on a CPU (2026-11-30, torch 2.14.1, one thread, processor time of forward and backward against the plain form): compiled tiny
+0.9 to 1.0; channels last RN50 0.84 to 1.02, ViT-B-32 1.00 to 1.04. On a CPU there is little to gain; a GPU was not measured.
+
 How it can mislead: the first steps of a compiled run take as long as compiling does (seconds a block shape on a CPU); a forward hook
 of yours inside a compiled block may not fire. The probe's hooks are on embeddings and logits, outside.
 """
