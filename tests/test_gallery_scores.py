@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tiles
 from gradscope.metrics.ranks import ranks
+from gradscope.metrics.winners import winners
 from gradscope.products import Products, fast_fp32
 
 
@@ -142,3 +143,50 @@ def test_without_true_fp32_every_tile_is_float64():
     coarse = Products(setting="highest", error=1e-4, words="TF32")
     assert not Tiles(gallery, 64, coarse).fp32
     assert not Tiles(gallery, 64, None).fp32
+
+
+# ---- who won
+
+
+def check_winners(images: Tensor, texts: Tensor, owner: Tensor, block: int = 64) -> None:
+    scores, mine = images.double() @ texts.double().T, owner == torch.arange(len(images))[:, None]
+    for won, s, own in zip(winners(images, texts, owner, block=block), (scores, scores.T), (mine, mine.T), strict=True):
+        for kind, index, score in ((own, won.truth, won.truth_score), (~own, won.rival, won.rival_score)):
+            allowed = s.masked_fill(~kind, -torch.inf)
+            best = allowed.amax(1)
+            first = (allowed >= best[:, None] - TIE_TOLERANCE).byte().argmax(1)
+            assert torch.equal(torch.from_numpy(index), first)
+            assert torch.allclose(torch.from_numpy(score), best, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("noise", [0.3, 2.0, 1e3])
+@pytest.mark.parametrize("block", [50, 1024])
+def test_winners_are_those_of_float64(noise: float, block: int):
+    images, owner = unit(torch.randn(140, 300) + 1.0), owners(140, 280)
+    check_winners(images, unit(images[owner] + noise * torch.randn(280, 300) / 17.0), owner, block)
+
+
+def test_winners_among_twins_and_scores_that_fp32_cannot_tell_apart():
+    images = unit(torch.randn(160, 96).double())
+    texts = unit(images + 0.05 * torch.randn(160, 96))
+    twin = torch.randperm(160)
+    texts[twin[:80]] = texts[twin[80:]] + 10.0 ** torch.empty(80, 1).uniform_(-9, -6) * torch.randn(80, 96)
+    images[twin[:40]] = images[twin[80:120]]  # exact twins, of which the first is named
+    check_winners(images, texts, torch.arange(160))
+
+
+def test_where_all_tie_the_first_is_named():
+    rows = unit(torch.randn(1, 64)).repeat(200, 1)
+    check_winners(rows, rows, torch.arange(200))
+
+
+def test_rows_that_are_not_finite_win_nothing():
+    images, texts = unit(torch.randn(150, 24)), unit(torch.randn(150, 24))
+    images[[3, 77]] = torch.nan
+    i2t, t2i = winners(images, texts, torch.arange(150), block=64)
+    assert (i2t.winner[[3, 77]] == -1).all()
+    assert not set(t2i.rival) & {3, 77}
+    keep = torch.tensor([i for i in range(150) if i not in (3, 77)])
+    scores = (images[keep].double() @ texts.double().T).masked_fill(keep[:, None] == torch.arange(150), -torch.inf)
+    assert torch.equal(torch.from_numpy(t2i.rival), keep[scores.argmax(0)])
+    assert torch.equal(torch.from_numpy(i2t.rival)[keep], scores.argmax(1))

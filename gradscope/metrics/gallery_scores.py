@@ -16,15 +16,19 @@ How it can mislead: the bound holds for fp32 products; where a trial (`gradscope
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradscope.products import Products, Shape
+from gradscope.products import Products, Shape, fast_fp32
 
 #: Scores closer than this are tied.
 TIE_TOLERANCE = 1e-12
+#: Share of a tile's scores to form again, from which on a float64 tile is as fast.
+CROWDED = 1 / 64
 
 _STRIP = 4096  # rows looked at together, where a copy of all would be large
 _DEPTH = 256  # products of an fp32 sum; as fast as more (2026-11-30), with fewer scores to form again
@@ -157,6 +161,21 @@ class Tiles:
         return scores
 
 
+@contextmanager
+def open_tiles(gallery: Gallery, block: int) -> Iterator[Tiles]:
+    """Tiles of a gallery while the products they are made with are in force."""
+    if gallery.small:
+        yield Tiles(gallery, block, None)
+    else:
+        with fast_fp32(gallery.images.device, *gallery.shapes(block)) as products:
+            yield Tiles(gallery, block, products)
+
+
+def default_block(device: torch.device) -> int:
+    """Edge of a tile: on a CPU 4 MB of fp32, which stay in cache; a GPU needs more work at a time."""
+    return 8192 if device.type == "cuda" else 1024
+
+
 def _norms(rows: Tensor, good: Tensor) -> Tensor:
     """float64 [N], a little too large rather than too small; 0 for rows that are not finite."""
     parts = [torch.linalg.vector_norm(part.float(), dim=1).double() for part in rows.split(_STRIP)]
@@ -191,14 +210,6 @@ def finite_rows(rows: Tensor) -> Tensor:
 def finite(rows: Tensor) -> Tensor:
     """Rows in float64 with non-finite rows zeroed, which keeps NaN out of their neighbours' products."""
     return torch.where(finite_rows(rows)[:, None], rows.double(), 0.0)
-
-
-def positive_scores(images: Tensor, texts: Tensor, image_of_text: Tensor, block: int) -> Tensor:
-    """float64 [M]: each caption's inner product with its own image; 0 where a row is not finite."""
-    parts = [
-        (finite(images[own]) * finite(rows)).sum(1) for rows, own in zip(texts.split(block), image_of_text.split(block), strict=True)
-    ]
-    return torch.cat(parts)  # float64 [M]
 
 
 def leave_out_positives(tile: Tensor, row_of_column: Tensor) -> None:

@@ -21,8 +21,6 @@ scores below everything; if it is the query, or the query's only positive, the q
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
 
@@ -30,11 +28,9 @@ import torch
 from torch import Tensor
 
 from gradscope import distributed
-from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tiles
+from gradscope.metrics.gallery_scores import CROWDED, TIE_TOLERANCE, Gallery, Tiles, default_block, open_tiles
 from gradscope.metrics.same_rows import refuse_different
-from gradscope.products import fast_fp32
 
-_CROWDED = 1 / 64  # share of a tile's scores that must be formed again, from which on the tile is float64: about as slow
 _GROUP = 64
 _UNIT = 2.0**-24  # of fp32
 
@@ -82,7 +78,7 @@ def ranks(
     gallery = Gallery.of(images, texts, image_of_text)
     if shared:
         refuse_different(gallery.images, gallery.texts, gallery.owner)
-    block = block or (8192 if gallery.images.is_cuda else 1024)
+    block = block or default_block(gallery.images.device)
     positive = gallery.positive_scores()  # [M]
     best = torch.full((len(images),), -torch.inf, dtype=torch.float64, device=positive.device)
     best.scatter_reduce_(0, gallery.owner, positive, "amax")  # [N]
@@ -104,7 +100,7 @@ def _counted(gallery: Gallery, best: Tensor, positive: Tensor, block: int, share
     by_image, by_text = counts.split([len(best), len(positive)], dim=1)
     part = (distributed.rank(), distributed.world()) if shared else (0, 1)
     places = product(range(0, len(best), block), range(0, len(positive), block))
-    with _tiles(gallery, block) as tiles:
+    with open_tiles(gallery, block) as tiles:
         levels = _Levels.of(best, tiles.errors[0]), _Levels.of(positive, tiles.errors[1])
         for i, j in islice(places, part[0], None, part[1]):
             rows, columns = slice(i, i + block), slice(j, j + block)
@@ -113,15 +109,6 @@ def _counted(gallery: Gallery, best: Tensor, positive: Tensor, block: int, share
             by_text[:, columns] += found[1]
     counts = distributed.summed(counts) if shared else counts
     return counts[:, : len(best)], counts[:, len(best) :]
-
-
-@contextmanager
-def _tiles(gallery: Gallery, block: int) -> Iterator[Tiles]:
-    if gallery.small:
-        yield Tiles(gallery, block, None)
-    else:
-        with fast_fp32(gallery.images.device, *gallery.shapes(block)) as products:
-            yield Tiles(gallery, block, products)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,7 +148,7 @@ def _single_counts(tiles: Tiles, tile: Tensor, place: tuple[int, int], levels: _
     above, reached = tiles.scratch(tile)  # 0 or 1 in fp32, which torch makes and adds faster than bool
     counts = torch.stack([torch.gt(tile, high, out=above).sum(dim), torch.ge(tile, low, out=reached).sum(dim)]).long()
     unsure = int((counts[1] - counts[0]).sum())
-    if unsure > _CROWDED * tile.numel():
+    if unsure > CROWDED * tile.numel():
         return None
     if unsure:
         number = _nonzero(reached.sub_(above).view(-1))

@@ -11,13 +11,16 @@ below 1, and naming a winner is a convention; ``tied`` marks those.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradscope.metrics.gallery_scores import TIE_TOLERANCE, check_gallery, finite, finite_rows, leave_out_positives, positive_scores
+from gradscope.metrics.gallery_scores import CROWDED, TIE_TOLERANCE, Gallery, Tiles, default_block, open_tiles
+
+_NOBODY = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,35 +54,48 @@ class Winners:
 
 
 @torch.no_grad()
-def winners(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int = 1024) -> tuple[Winners, Winners]:
-    """(image -> text, text -> image). Memory is O(block * (block + D)). Raises ValueError as ``ranks`` does."""
-    check_gallery(images, texts, image_of_text)
-    if images.device.type == "mps":  # has no float64
-        images, texts = images.cpu(), texts.cpu()
-    owner = image_of_text.to(images.device)
-    good_image, good_text = finite_rows(images), finite_rows(texts)
-    truth_i2t, truth_t2i = _truths(images, texts, owner, good_text & good_image[owner], block)
-    rival_i2t, rival_t2i = _Best(len(images), images.device), _Best(len(texts), images.device)
-    for i in range(0, len(images), block):
-        for j in range(0, len(texts), block):
-            rows, columns = slice(i, i + block), slice(j, j + block)
-            tile = finite(images[rows]) @ finite(texts[columns]).T
-            tile.masked_fill_(~(good_image[rows, None] & good_text[columns]), -torch.inf)
-            leave_out_positives(tile, owner[columns] - i)
-            rival_i2t.take(rows, tile, j)
-            rival_t2i.take(columns, tile.T, i)
-    return _winners("i2t", truth_i2t, rival_i2t), _winners("t2i", truth_t2i, rival_t2i)
+def winners(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int | None = None) -> tuple[Winners, Winners]:
+    """(image -> text, text -> image). Memory is O(block * (block + D)), ``block`` as in ``ranks``. Raises ValueError as that does."""
+    gallery = Gallery.of(images, texts, image_of_text)
+    block = block or default_block(gallery.images.device)
+    truth_i2t, truth_t2i = _truths(gallery)
+    device = gallery.images.device
+    rivals = _Best(len(images), device), _Best(len(texts), device)
+    with open_tiles(gallery, block) as tiles:
+        for i, j in product(range(0, len(images), block), range(0, len(texts), block)):
+            _take(tiles, i, j, *rivals)
+    return _winners("i2t", truth_i2t, rivals[0]), _winners("t2i", truth_t2i, rivals[1])
 
 
-def _truths(images: Tensor, texts: Tensor, owner: Tensor, good: Tensor, block: int) -> tuple[_Best, _Best]:
+def _take(tiles: Tiles, i: int, j: int, by_image: _Best, by_text: _Best) -> None:
+    """One tile, for both directions: fp32 unless that leaves too much open."""
+    rows, columns = slice(i, i + tiles.block), slice(j, j + tiles.block)
+    if tiles.fp32:
+        tile = tiles.single(i, j)
+        rivals = (
+            by_image.rivals(rows, tile, tiles.errors[0][rows]),
+            by_text.rivals(columns, tile.T, tiles.errors[1][columns]),
+        )
+        if sum(len(query) for query, _ in rivals) <= CROWDED * tile.numel():
+            (image, text), (caption, picture) = rivals
+            by_image.take(i + image, j + text, tiles.gallery.exact(i + image, j + text))
+            by_text.take(j + caption, i + picture, tiles.gallery.exact(i + picture, j + caption))
+            return
+    wide = tiles.double(i, j)
+    for best, part, scores, start in ((by_image, rows, wide, (i, j)), (by_text, columns, wide.T, (j, i))):
+        query, candidate = best.rivals(part, scores, torch.zeros_like(scores[:, 0]))
+        best.take(start[0] + query, start[1] + candidate, scores[query, candidate])
+
+
+def _truths(gallery: Gallery) -> tuple[_Best, _Best]:
     """The best own caption of each image, and the own image of each caption; named even where no score is finite."""
-    by_image, by_text = _Best(len(images), images.device), _Best(len(texts), images.device)
-    by_text.index = owner
-    by_text.score = positive_scores(images, texts, owner, block).masked_fill(~good, -torch.inf)
+    images, texts, owner = len(gallery.images), len(gallery.texts), gallery.owner
+    by_image, by_text = _Best(images, owner.device), _Best(texts, owner.device)
+    by_text.index, by_text.score = owner, gallery.positive_scores()
     by_image.score.scatter_reduce_(0, owner, by_text.score, "amax")
     top = by_text.score >= by_image.score[owner] - TIE_TOLERANCE
-    captions = torch.arange(len(texts), device=images.device)
-    by_image.index.fill_(len(texts)).scatter_reduce_(0, owner[top], captions[top], "amin")
+    captions = torch.arange(texts, device=owner.device)
+    by_image.index.fill_(texts).scatter_reduce_(0, owner[top], captions[top], "amin")
     return by_image, by_text
 
 
@@ -90,17 +106,29 @@ class _Best:
         self.score = torch.full((queries,), -torch.inf, dtype=torch.float64, device=device)
         self.index = torch.full((queries,), -1, dtype=torch.int64, device=device)
 
-    def take(self, queries: slice, scores: Tensor, offset: int) -> None:
-        """Candidates ``offset`` and on, one column each, for some queries."""
-        top = scores.amax(1)
-        before = self.score[queries]
-        better = torch.nonzero((top > before + TIE_TOLERANCE) & torch.isfinite(top))[:, 0]
-        # Few improve after the first tiles. Rounding separates equal embeddings in the last digit, so the first within the
-        # tolerance is named.
-        place = (scores[better] >= top[better, None] - TIE_TOLERANCE).to(torch.uint8).argmax(1)
-        rows = better + queries.start
-        self.score[rows] = top[better]
-        self.index[rows] = place + offset
+    def rivals(self, queries: slice, scores: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        """(query, candidate) [K], numbers in a tile, of all that may be better than what is known, and the best there or tied with it.
+
+        ``scores`` [Q, C] are right to within ``error`` [Q]. Few queries improve after the first tiles.
+        """
+        top = scores.amax(1).double()
+        some = torch.nonzero((top + error > self.score[queries] + TIE_TOLERANCE) & torch.isfinite(top))[:, 0]
+        floor = top[some] - 2.0 * error[some] - TIE_TOLERANCE
+        if scores.dtype == torch.float32:
+            floor -= top[some].abs() * 2.0**-22  # for its rounding
+        place, candidate = torch.nonzero(scores[some] >= floor.to(scores.dtype)[:, None], as_tuple=True)
+        return some[place], candidate
+
+    def take(self, query: Tensor, candidate: Tensor, score: Tensor) -> None:
+        """float64 scores [K] of pairs of row numbers; all that a query has of its best in this tile are among them."""
+        rows, place = query.unique(return_inverse=True)
+        best = torch.full(rows.shape, -torch.inf, dtype=torch.float64, device=rows.device).scatter_reduce_(0, place, score, "amax")
+        tied = score >= best[place] - TIE_TOLERANCE
+        # Rounding separates equal embeddings in the last digit, so the first within the tolerance is named.
+        first = torch.full_like(rows, _NOBODY).scatter_reduce_(0, place[tied], candidate[tied], "amin")
+        better = best > self.score[rows] + TIE_TOLERANCE
+        self.score[rows[better]] = best[better]
+        self.index[rows[better]] = first[better]
 
 
 def _winners(direction: str, truth: _Best, rival: _Best) -> Winners:
