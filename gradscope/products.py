@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def fast_setting(device: torch.device, *shapes: Shape) -> Iterator[Products]:
 @contextmanager
 def _settings_kept() -> Iterator[None]:
     """Puts torch's setting back. It has two interfaces, and the older one refuses to answer once the newer was used."""
-    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    backends: Any = torch.backends
+    cuda, cpu = backends.cuda.matmul, backends.mkldnn.matmul
     before = cuda.fp32_precision, cpu.fp32_precision
     try:
         whole = torch.get_float32_matmul_precision()

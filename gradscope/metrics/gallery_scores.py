@@ -171,11 +171,6 @@ def open_tiles(gallery: Gallery, block: int) -> Iterator[Tiles]:
             yield Tiles(gallery, block, products)
 
 
-def default_block(device: torch.device) -> int:
-    """Edge of a tile: on a CPU 4 MB of fp32, which stay in cache; a GPU needs more work at a time."""
-    return 8192 if device.type == "cuda" else 1024
-
-
 def _norms(rows: Tensor, good: Tensor) -> Tensor:
     """float64 [N], a little too large rather than too small; 0 for rows that are not finite."""
     parts = [torch.linalg.vector_norm(part.float(), dim=1).double() for part in rows.split(_STRIP)]

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from gradscope import distributed
-from gradscope.metrics.gallery_scores import CROWDED, TIE_TOLERANCE, Gallery, Tiles, default_block, open_tiles
+from gradscope.metrics.gallery_scores import CROWDED, TIE_TOLERANCE, Gallery, Tiles, open_tiles
+from gradscope.metrics.pair_sweep import default_block
 from gradscope.metrics.same_rows import refuse_different
 
 _GROUP = 64

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradscope.metrics.gallery_scores import CROWDED, TIE_TOLERANCE, Gallery, Tiles, default_block, open_tiles
+from gradscope.metrics.gallery_scores import CROWDED, TIE_TOLERANCE, Gallery, Tiles, open_tiles
+from gradscope.metrics.pair_sweep import default_block
 
 _NOBODY = torch.iinfo(torch.int64).max
 
