@@ -77,21 +77,20 @@ def note_with(notes: tuple[str, ...], *words: str) -> str:
 
 
 def test_a_member_is_read_by_its_place_and_is_no_file_name(tmp_path):
-    bytes_ = secrets.token_bytes(5000)
-    tar = tmp_path / "a.tar"
-    tar.write_bytes(bytes_)
-    found = Member(shard=str(tar), offset=700, size=900, name="./dir/../x/e.jpg")
+    bytes_ = secrets.token_bytes(900)
+    tar = tar_of(tmp_path / "a.tar", [("./first.txt", b"x"), ("./dir/../x/e.jpg", bytes_)])
+    found = Member(shard=str(tar), offset=1536, size=900, name="./dir/../x/e.jpg")
     path = found.path()
-    assert path == f"{tar}/@700+900/dir/x/e.jpg"
+    assert path == f"{tar}/@1536+900/dir/x/e.jpg"
     assert os.path.normpath(path) == path
-    assert member(path).read() == bytes_[700:1600]
-    assert content(path, 100, 50) == bytes_[800:850]
-    assert content(path, 880, 50) == bytes_[1580:1600]
+    assert member(path).read() == bytes_
+    assert content(path, 100, 50) == bytes_[100:150]
+    assert content(path, 880, 50) == bytes_[880:]
     assert (content_size(path), file_size(path), is_there(path)) == (900, 900, True)
-    past = Member(shard=str(tar), offset=4500, size=900, name="e.jpg").path()
-    assert (is_there(past), file_size(past)) == (False, -1)
+    os.truncate(tar, 1536 + 899)
+    assert (is_there(path), file_size(path)) == (False, -1)
     with pytest.raises(ValueError, match="has become shorter"):
-        content(past)
+        content(path)
     assert not is_there(Member(shard=str(tmp_path / "no.tar"), offset=0, size=1, name="e.jpg").path())
     assert member("photos/a.jpg") is None
     assert member(tmp_path / "x.tar" / "a.jpg") is None
@@ -113,12 +112,45 @@ def test_a_member_gives_the_bits_of_the_file(tmp_path, kind, decode):
     file = tmp_path / "a.img"
     file.write_bytes(bytes_)
     place = index_of(tar_of(tmp_path / "t.tar", [("z.txt", b"first"), (f"a.{kind.lower()}", bytes_)])).runs[1].pieces[0]
-    path = Member(shard=str(tmp_path / "t.tar"), offset=place.offset, size=place.size, name="a.img").path()
+    path = Member(shard=str(tmp_path / "t.tar"), offset=place.offset, size=place.size, name=f"a.{kind.lower()}").path()
     pixels = PixelPath(size=(32, 32), decode=decode)
     assert torch.equal(pixels(file), pixels(path))
     assert picture_facts(path) == picture_facts(str(file))
     for contents in ("ends", "whole"):
         assert file_digest(path, contents) == file_digest(str(file), contents)
+
+
+def test_a_shard_replaced_in_use_gives_no_picture_of_another_caption(tmp_path):
+    """One sample more in front, and the places of "b" hold the picture of "a", which decodes."""
+    photo = picture("BMP")
+    tar = tar_of(tmp_path / "0.tar", [m for k in "abc" for m in ((f"{k}.bmp", photo), (f"{k}.txt", b"x"))])
+    images = [str(record.image) for record in read(tar).records]
+    again = tar_of(tmp_path / "again" / "0.tar", [m for k in "zabc" for m in ((f"{k}.bmp", photo), (f"{k}.txt", b"x"))])
+    again.replace(tar)
+    for image in images:
+        with pytest.raises(ValueError, match=r"0\.tar.*rewritten since it was indexed"):
+            load_rgb(image)
+    tar_of(tar, [("a.bmp", photo[:-1]), ("a.txt", b"x")])
+    with pytest.raises(ValueError, match="rewritten"):
+        load_rgb(images[0])
+
+
+@pytest.mark.parametrize("format_", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize(
+    "name", ["./d/a", "x" * 97, "x" * 101, "d" * 90 + "/" + "e" * 60, "é" * 60, "a\\b", "/abs/../a", "d" * 97 + "/a"]
+)
+def test_names_of_every_form_of_tar_are_known_again(tmp_path, format_, name):
+    content_, text = picture(), b"caption"
+    try:
+        with tarfile.open(tmp_path / "0.tar", "w", format=format_) as tar:
+            for ending, held in (("jpg", content_), ("txt", text)):
+                entry = tarfile.TarInfo(f"{name}.{ending}")
+                entry.size = len(held)
+                tar.addfile(entry, io.BytesIO(held))
+    except ValueError:
+        assert format_ == tarfile.USTAR_FORMAT  # it has no room for such a name
+        return
+    assert [content(record.image) for record in read(tmp_path / "0.tar").records] == [content_]
 
 
 def test_bad_members_have_the_words_of_bad_files(tmp_path):

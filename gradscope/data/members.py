@@ -4,10 +4,11 @@
     photos/train-000003.tar/@1536+20480/a.jpg   20,480 bytes from byte 1,536 of train-000003.tar on, called a.jpg in it
 
 Below a file there are no files, so the second form is no file's name; where "train-000003.tar" is a folder, the path is an ordinary
-one. Everything about where the bytes lie stands in the path, so a worker process needs nothing else, and reading a member costs one
-read, whatever the size of the tar.
+one. Everything about where the bytes lie stands in the path, so a worker process needs nothing else, and reading a member costs two
+reads, of its header and of its bytes, whatever the size of the tar. The header must still give the same name and size: a tar that is
+rewritten while a run reads it would give a picture that belongs to another caption.
 
-How it can mislead: the place was right when the tar was indexed. A tar that is rewritten while a run reads it gives other bytes.
+How it can mislead: a tar rewritten with members of the same names and sizes in the same places gives other bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import stat
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tarfile import BLOCKSIZE
 
+_NAME = 100  # bytes of the name in a header
+_SIZE = slice(124, 136)
 _REFERENCE = re.compile(r"(?P<shard>.+\.tar)/@(?P<offset>\d+)\+(?P<size>\d+)/(?P<name>.+)", re.IGNORECASE | re.DOTALL)
 
 
@@ -41,17 +45,31 @@ class Member:
 
         Raises:
             OSError: no such shard.
-            ValueError: it is too short.
+            ValueError: it is too short, or holds something else there.
         """
         wanted = self.size - start if count is None else min(count, self.size - start)
         with open(self.shard, "rb", buffering=0) as file:  # noqa: PTH123 - Path.open costs as much as the read
-            file.seek(self.offset + start)
+            file.seek(max(0, self.offset - BLOCKSIZE))
+            header = file.read(BLOCKSIZE)
+            if len(header) == BLOCKSIZE and not self._fits(header):
+                raise ValueError("its shard has been rewritten since it was indexed; give the command again, without --resume")
+            if start:
+                file.seek(self.offset + start)
             found = file.read(wanted)
             while len(found) < wanted and (more := file.read(wanted - len(found))):
                 found += more
         if len(found) < wanted:
             raise ValueError("its shard has become shorter since it was indexed; fetch or pack it again")
         return found
+
+    def _fits(self, header: bytes) -> bool:
+        """Is it this member's header? Where a name is long or not ASCII it stands elsewhere, and so does a size that reads 0."""
+        field, size = header[:_NAME].rstrip(b"\0"), header[_SIZE].strip(b" \0").lstrip(b"0")
+        if size not in (b"", b"%o" % self.size):
+            return False
+        if len(field) == _NAME or len(self.name) + 2 > _NAME or not self.name.isascii():
+            return True
+        return field.replace(b"\\", b"/").rpartition(b"/")[2] == self.name.rpartition("/")[2].encode()
 
 
 def member(path: str | Path) -> Member | None:
