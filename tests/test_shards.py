@@ -493,13 +493,38 @@ def test_splits_of_a_folder(tmp_path):
     for name in ("train-0.tar", "train-1.tar", "val_0.tar", "test.tar"):
         tar_of(tmp_path / "names" / name, pairs([name]))
     for name in ("train-0.tar", "extra.tar"):
-        tar_of(tmp_path / "mixed" / name, pairs([name]))
+        tar_of(tmp_path / "mixed" / name, pairs([name[0]]))
     for name in ("train/0.tar", "0.tar"):
         tar_of(tmp_path / "both" / name, pairs([name]))
     assert open_data(str(tmp_path / "folders")).splits() == ["train", "val", "test"]
     assert {split: len(s) for split, s in find_shards(str(tmp_path / "names")).splits.items()} == {"train": 2, "val": 1, "test": 1}
+    for name in ("cc3m-train-0000.tar", "cc3m-train-0001.tar", "cc3m-validation-0000.TAR"):
+        tar_of(tmp_path / "within" / name, pairs([name]))
     assert open_data(str(tmp_path / "mixed")).splits() == ["all"]
+    note_with(read(tmp_path / "mixed").notes, "1 of 2 tar files have a split in their names (train-0.tar)")
+    assert {split: len(s) for split, s in find_shards(str(tmp_path / "within")).splits.items()} == {"train": 2, "val": 1}
+    (tmp_path / "none").mkdir()
+    refused(f"{tmp_path}/mixed::{tmp_path}/none", "none' holds no tar files")
+    refused(f"{tmp_path}/mixed::{tmp_path}/mixed/extra.tar", "extra.tar 2 times")
     refused(tmp_path / "both", "name one of the folders")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        *(
+            json.dumps({"format": "gradscope shards 1"} | more).encode()
+            for more in ({}, {"splits": {}}, {"splits": {"val": {}}}, {"splits": {"val": {"shards": [{"name": "x"}]}}}, {"splits": [1]})
+        ),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(tmp_path, held):
+    tar_of(tmp_path / "val-0.tar", pairs("a"))
+    (tmp_path / MANIFEST).write_bytes(held)
+    assert "pack" in refused(tmp_path, MANIFEST)
 
 
 def test_a_folder_with_tars_and_other_data(tmp_path):

@@ -120,8 +120,8 @@ class OwnFiles:
             names = pair_names(list(pairs.values()), folder)
             return {split: partial(found.read, names, self.encoding) for split, found in pairs.items()}
         raise ValueError(
-            f"folder '{self.path}' has neither train.jsonl nor test.jsonl (val; .json, .csv, .tsv, .parquet), and no picture with a "
-            f".txt of its stem; it {_holds(folder)}{_other_file(folder)}"
+            f"folder '{self.path}' has neither train.jsonl nor test.jsonl (val; .json, .csv, .tsv, .parquet), no *.tar, and no picture "
+            f"with a .txt of its stem; it {_holds(folder)}{_other_file(folder)}"
         )
 
     def _pairs(self, folder: Path, files: Mapping[str, Path]) -> Mapping[str, Pairs]:

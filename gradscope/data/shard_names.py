@@ -6,8 +6,8 @@
     https://host/shards/shards.json          the manifest that ``gradscope data pack`` writes; also https://host/shards/
     s3://bucket/shards-{000..031}.tar        any address that fsspec knows (the extra gradscope[webdataset]); also a folder there
 
-Splits of tar files without a manifest: folders train/, val/, test/; else names that all begin with a split ("train-000.tar"); else
-"all". Order is that of the pattern, or of the names.
+Splits of tar files without a manifest: folders train/, val/, test/; else names that all hold one split as a word of their own
+("train-000.tar", "cc3m-train-0000.tar"); else "all". Order is that of the pattern, or of the names.
 
 How it can mislead: names are ordered as text, so "shard-10.tar" comes before "shard-2.tar"; that changes the shuffle, and nothing else.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ SPLITS = ("train", "val", "test")
 #: A pattern that means more shards than this is a mistake in it.
 MOST_SHARDS = 1_000_000
 _TAR = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst))$", re.IGNORECASE)
-_SPLIT_NAME = re.compile(r"(train|val|valid|validation|dev|test)(?=[^a-z]|$)", re.IGNORECASE)
+_SPLIT_NAME = re.compile(r"(?<![a-z])(train|val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -55,16 +56,29 @@ def names_shards(name: str) -> bool:
 
 
 def _holds_tars(folder: Path) -> bool:
-    return any(next(place.glob("*.tar"), None) is not None for place in (folder, *(folder / split for split in SPLITS)))
+    return any(_tars(place) for place in (folder, *(folder / split for split in SPLITS)) if place.is_dir())
+
+
+def _tars(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".tar")
 
 
 def find_shards(name: str) -> ShardList:
-    """Raises ValueError: a pattern that cannot be read, shards that are not there, or a folder whose splits are not clear."""
+    """Raises ValueError: a pattern that cannot be read, shards that are not there or named twice, or splits that are not clear."""
+    found = _find(name)
+    times = Counter(shard.where for shards in found.splits.values() for shard in shards)
+    twice = next((where for where, count in times.items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"'{name}' names {twice} {times[twice]} times, so its samples would be read as often; name each shard once")
+    return found
+
+
+def _find(name: str) -> ShardList:
     if "::" in name:
         parts = name.split("::")
         if not all(parts):
             raise ValueError(f"'{name}' joins a name with nothing; write one.tar::two.tar")
-        return _joined([find_shards(part) for part in parts])
+        return _joined([_find(part) for part in parts])
     if name.startswith("pipe:"):
         raise ValueError(f"'{name}' would run a command; give the address itself (https://, s3://, ...) or a path")
     if is_address(name) and not name.startswith("file://"):
@@ -112,21 +126,34 @@ def _choices(inside: str, pattern: str) -> list[str]:
 
 
 def _of_folder(folder: Path) -> ShardList:
-    top = sorted(folder.glob("*.tar"))
-    inside = {p.name: sorted(p.glob("*.tar")) for p in sorted(folder.iterdir()) if p.is_dir() and usual_split(p.name) in SPLITS}
+    top = _tars(folder)
+    inside = {p.name: _tars(p) for p in sorted(folder.iterdir()) if p.is_dir() and usual_split(p.name) in SPLITS}
     inside = {name: tars for name, tars in inside.items() if tars}
+    if not top and not inside:
+        raise ValueError(f"'{folder}' holds no tar files; name a folder of them, or a pattern (shards-{{000..031}}.tar)")
     if top and inside:
         inner = ", ".join(f"{name}/" for name in inside)
         raise ValueError(f"'{folder}' has {len(top):,} tar files at its top and more in {inner}; name one of the folders, or a pattern")
-    groups: dict[str, list[Path]] = {}
+    groups, notes = _by_name(top)
     for name, tars in inside.items():
         groups.setdefault(usual_split(name), []).extend(tars)
-    begins = [_SPLIT_NAME.match(tar.name) for tar in top]
-    for tar, found in zip(top, begins, strict=True):
-        split = usual_split(found[1].lower()) if found and all(begins) else "all"
-        groups.setdefault(split, []).append(tar)
     ordered = sorted(groups, key=lambda split: SPLITS.index(split) if split in SPLITS else -1)
-    return ShardList(splits={split: [Shard(where=str(tar)) for tar in groups[split]] for split in ordered}, manifest={})
+    return ShardList(splits={split: [Shard(where=str(tar)) for tar in groups[split]] for split in ordered}, manifest={}, notes=notes)
+
+
+def _by_name(tars: Sequence[Path]) -> tuple[dict[str, list[Path]], tuple[str, ...]]:
+    """Split -> tar files, and a note where only some of the names say one."""
+    said = [{usual_split(word.lower()) for word in _SPLIT_NAME.findall(tar.name)} for tar in tars]
+    if any(len(words) != 1 for words in said):
+        named = [tar.name for tar, words in zip(tars, said, strict=True) if words]
+        note = (
+            f"{len(named):,} of {len(tars):,} tar files have a split in their names ({named[0]}); all are read as one" if named else ""
+        )
+        return {"all": list(tars)}, (note,) if note else ()
+    groups: dict[str, list[Path]] = {}
+    for tar, words in zip(tars, said, strict=True):
+        groups.setdefault(words.pop(), []).append(tar)
+    return groups, ()
 
 
 def _of_address(name: str) -> ShardList:
@@ -145,15 +172,15 @@ def _of_address(name: str) -> ShardList:
 
 
 def _read_manifest(path: Path) -> Mapping[str, Any]:
-    return _parsed(path.read_text(encoding="utf-8"), str(path))
+    return _parsed(path.read_bytes(), str(path))
 
 
-def _parsed(text: str, where: str) -> Mapping[str, Any]:
+def _parsed(text: str | bytes, where: str) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
         raise ValueError(f"'{where}' is not valid JSON ({error}); pack the data again") from error
-    if not isinstance(found, dict) or found.get("format") != MANIFEST_FORMAT:
+    if not isinstance(found, dict) or found.get("format") != MANIFEST_FORMAT or not found.get("splits"):
         raise ValueError(
             f"'{where}' is no list of shards of this version ('{MANIFEST_FORMAT}'); pack the data again, or name the tar files"
         )
@@ -162,10 +189,10 @@ def _parsed(text: str, where: str) -> Mapping[str, Any]:
 
 def of_manifest(manifest: Mapping[str, Any], place: str) -> ShardList:
     """Raises ValueError if a shard on this disk is missing or has another size than was written."""
-    splits = {
-        split: [Shard(where=f"{place}/{s['name']}", size=s["bytes"], sha256=s["sha256"], records=s["records"]) for s in facts["shards"]]
-        for split, facts in manifest["splits"].items()
-    }
+    try:
+        splits = {split: [_listed(shard, place) for shard in facts["shards"]] for split, facts in manifest["splits"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the {MANIFEST} of '{place}' is damaged: a split or a shard lacks {error}; copy or pack it again") from error
     listed = [shard for shards in splits.values() for shard in shards]
     if is_address(place):
         return ShardList(splits=splits, manifest=manifest)
@@ -179,6 +206,10 @@ def of_manifest(manifest: Mapping[str, Any], place: str) -> ShardList:
     others = [tar.name for tar in sorted(Path(place).glob("*.tar")) if tar.name not in known]
     notes = (f"{len(others):,} tar files in {place} are not in its {MANIFEST} and are not read ({others[0]})",) if others else ()
     return ShardList(splits=splits, manifest=manifest, notes=notes)
+
+
+def _listed(shard: Mapping[str, Any], place: str) -> Shard:
+    return Shard(where=f"{place}/{shard['name']}", size=shard["bytes"], sha256=shard["sha256"], records=shard["records"])
 
 
 def _joined(lists: Sequence[ShardList]) -> ShardList:
