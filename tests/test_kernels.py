@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gradscope.kernels import blocks
 from gradscope.kernels.cells import Cells, caption_mean, group_numbers, positive_pairs
@@ -312,6 +313,77 @@ def test_nan_rows_stay_nan(form, side, monkeypatch):
     assert found.loss[3].isnan()
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_zeros_of_a_broken_gradient_are_not_negative(form, value):
+    image, text = (rows(20, 6, generator(), torch.float32) for _ in range(2))
+    image[3, 2] = value
+    found = stream(image.requires_grad_(), text, torch.tensor(30.0), backend=form)
+    found.loss.mean().backward()
+    assert int(found.zero_cells) == 0
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_changed_in_place_before_the_backward_are_refused(side):
+    leaves = [rows(20, 6, generator()).requires_grad_() for _ in range(2)]
+    moved = [leaf * 1 for leaf in leaves]
+    loss = stream(*moved, torch.tensor(30.0)).loss.mean()
+    with torch.no_grad():
+        moved[side].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused():
+    image, text = (rows(20, 6, generator()).requires_grad_() for _ in range(2))
+    loss = stream(image, text, torch.tensor(30.0)).loss.mean()
+    with pytest.raises(RuntimeError, match="take the dense kernel where create_graph=True"):
+        torch.autograd.grad(loss, image, create_graph=True)
+
+
+def test_rows_of_a_frozen_tower_may_come_from_inference_mode():
+    text, scale = rows(20, 6, generator()).requires_grad_(), torch.tensor(30.0)
+    with torch.inference_mode():
+        image = rows(20, 6, generator())
+    found = gradients(stream(image, text, scale).loss.mean(), text)[0]
+    assert torch.equal(found, gradients(stream(image.clone(), text, scale).loss.mean(), text)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_code_leaves_the_blocks_alone(form, monkeypatch):
+    """Unrolled, each of the 64 blocks would be dozens of nodes."""
+    monkeypatch.setattr(blocks, "BLOCK", 8)
+    leaves = [rows(64, 6, generator()).requires_grad_() for _ in range(2)]
+    nodes = []
+
+    def backend(graph, _):
+        nodes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def loss(image: Tensor, text: Tensor) -> Tensor:
+        return stream(image * 1, text, torch.tensor(30.0), gamma=0.3, backend=form).loss.mean() * 2
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend=backend)(*leaves)
+    assert 0 < sum(nodes) < 100
+    assert torch.equal(compiled, loss(*leaves))
+    for got, want in zip(gradients(compiled, *leaves), gradients(loss(*leaves), *leaves), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpoints(reentrant):
+    leaves = [rows(20, 6, generator()).requires_grad_() for _ in range(2)]
+
+    def loss(image: Tensor, text: Tensor) -> Tensor:
+        return stream(image, text, torch.tensor(30.0), gamma=0.3).loss.mean()
+
+    kept = checkpoint(loss, *leaves, use_reentrant=reentrant)
+    kept.backward()
+    for leaf, want in zip(leaves, gradients(loss(*leaves), *leaves), strict=True):
+        assert torch.equal(leaf.grad, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(dtype):
     draw = generator()
@@ -405,8 +477,13 @@ def _bad(**settings: object) -> Callable[[], object]:
         (_bad(several="twice"), "exclude, positives"),
         (_bad(backend="magic"), "auto, shared, safe"),
         (_bad(margin="frozen", gamma=0.1), "needs margin_text"),
-        (_bad(groups=torch.zeros(3, dtype=torch.int64)), "groups has 3 rows"),
-        (_bad(margin="frozen", gamma=0.1, margin_text=torch.zeros(5, 2)), "margin_text has 5 rows"),
+        (_bad(top=-1), "top is -1"),
+        (_bad(groups=torch.zeros(3, dtype=torch.int64)), "groups has the shape .3,.; give 1 dimensions, the first of the 4 pairs"),
+        (_bad(groups=torch.zeros(4, dtype=torch.int32)), "groups are torch.int32; give whole numbers, int64"),
+        (_bad(margin="frozen", gamma=0.1, margin_text=torch.zeros(5, 2)), "margin_text has the shape .5, 2.; give 2 dimensions"),
+        (_bad(margin="frozen", gamma=0.1, margin_text=torch.zeros(4)), "margin_text has the shape"),
+        (lambda: stream(torch.zeros(4, 3), torch.zeros(4, 3), torch.ones(1)), "scale has the shape .1,."),
+        (lambda: stream(torch.zeros(4), torch.zeros(4), torch.tensor(1.0)), "one shape .N, D."),
         (lambda: stream(torch.zeros(4, 3), torch.zeros(4, 2), torch.tensor(1.0)), "one shape"),
         (lambda: stream(torch.zeros(4, 3).half(), torch.zeros(4, 3).half(), torch.tensor(1.0)), "float32 or float64"),
         (lambda: stream(torch.zeros(0, 3), torch.zeros(0, 3), torch.tensor(1.0)), "at least one row"),

@@ -1,4 +1,6 @@
-"""The streaming loss on two gloo processes against one: same values everywhere, each rank's own rows of the gradient, no nan lost."""
+"""The streaming loss on three gloo processes against one: same values everywhere, each rank's own rows of the gradient, no nan lost;
+and through joined rows the mean gradient of a tower's weights.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradscope.distributed import joined, own_share, summed, world
 from gradscope.kernels import blocks
 from gradscope.kernels.stream import stream
 
-COUNT, RANKS = 22, 2
+COUNT, RANKS = 24, 3
 GROUPS = torch.arange(COUNT) % 9
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"top": 3},
@@ -50,14 +53,26 @@ def measured(case: str) -> dict[str, Tensor]:
     return {"loss": found.loss.detach(), "positive": anchors.positive, "zeros": found.zero_cells, **readings, **gradients}  # type: ignore[dict-item]
 
 
+def tower(case: str) -> Tensor:
+    """The gradient of one layer that embeds this rank's pairs, as data parallelism would average it."""
+    draw = torch.Generator().manual_seed(5)
+    own = own_share(COUNT)
+    inputs, captions, other = (torch.randn(COUNT, 6, generator=draw, dtype=torch.float64) for _ in range(3))
+    weight = torch.randn(6, 6, generator=draw, dtype=torch.float64, requires_grad=True)
+    image, text = (joined(F.normalize(x[own] @ weight, dim=1)) for x in (inputs, captions))
+    stream(image, text, torch.tensor(25.0), margin_text=other, **CASES[case]).loss.mean().backward()
+    assert weight.grad is not None
+    return summed(weight.grad) / world()
+
+
 def _process(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     try:
-        torch.save({case: measured(case) for case in CASES}, folder / f"{rank}.pt")
-        with pytest.raises(ValueError, match="do not divide among 2 processes"):
-            stream(torch.zeros(3, 2), torch.zeros(3, 2), torch.tensor(1.0))
+        torch.save({case: {**measured(case), "tower": tower(case)} for case in CASES}, folder / f"{rank}.pt")
+        with pytest.raises(ValueError, match="do not divide among 3 processes"):
+            stream(torch.zeros(4, 2), torch.zeros(4, 2), torch.tensor(1.0))
     finally:
         dist.destroy_process_group()
 
@@ -73,9 +88,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_answer_as_one(ranks, case, monkeypatch):
+def test_three_processes_answer_as_one(ranks, case, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", blocks.BLOCK)
-    one = measured(case)
+    one = {**measured(case), "tower": tower(case)}
     for rank, found in enumerate(ranks):
         own = slice(rank * COUNT // RANKS, (rank + 1) * COUNT // RANKS)
         assert set(found[case]) == set(one)

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from gradscope.kernels import triton_strip, triton_tiles
 from gradscope.kernels.cells import Cells
 from gradscope.kernels.stream import stream
-from gradscope.kernels.triton_found import triton_usable, why_not
+from gradscope.kernels.triton_found import launch_fails, why_not
 
 #: Relative error of gradients that fp32 rows allow.
 TOLERANCE = 2e-5
@@ -174,8 +174,17 @@ def test_what_the_kernels_lack_is_refused(dtype, precision, words):
 
 
 def test_the_cpu_has_the_torch_blocks():
-    assert not triton_usable(torch.eye(3))
-    assert why_not(torch.device("cpu")) == "cpu is no NVIDIA GPU"
+    assert why_not(torch.eye(3)) == "cpu is no NVIDIA GPU"
+    assert why_not(torch.eye(3).double()).startswith("rows of torch.float64 were given")
+
+
+def test_what_cannot_be_launched_is_said_and_not_raised():
+    """Without a GPU the trial fails as it would without a C compiler: on the way to the first launch."""
+    assert launch_fails(torch.device("cpu")).startswith("a kernel cannot be built or launched (RuntimeError: ")
+
+
+def test_what_can_be_launched_is_found(interpreted):
+    assert interpreted["launch"] == ""
 
 
 def test_triton_asked_for_in_vain_is_refused():

@@ -18,6 +18,7 @@ from gradscope.kernels import triton_strip
 from gradscope.kernels.cells import Cells
 from gradscope.kernels.stream import stream
 from gradscope.kernels.strip import Sums, Weights
+from gradscope.kernels.triton_found import launch_fails
 from gradscope.kernels.triton_strip import Tiles, backward_strip, forward_strip
 from gradscope.objectives.scores import dense_scores, symmetric_loss
 
@@ -234,9 +235,8 @@ def main() -> None:
     cases = {name: run(case) for name, case in CASES.items()}
     kinds = ("live", "exclude"), ("live", "positives"), ("external", "exclude"), ("centred", "positives")
     losses = {f"{margin}, {several}": whole_loss(margin=margin, several=several) for margin, several in kinds}
-    json.dump(
-        {"cases": cases, "zeros": zeros(), "repeated": repeated(), "losses": losses, "waits": waits(), "runs": runs()}, sys.stdout
-    )
+    found = {"cases": cases, "zeros": zeros(), "repeated": repeated(), "losses": losses, "waits": waits(), "runs": runs()}
+    json.dump({**found, "launch": launch_fails(torch.device("cpu"))}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def backward_strip(
         if across is not None:
             across[block.start - strip.start : block.stop - strip.start] = product[:, : image.shape[1]]
             along += product.mul_(cells.queries(block)).sum(dim=1).double().sum()
-    zeros = (strip.stop - strip.start) * len(cells) - masked_cells(cells, strip) - filled
+    # No fewer than none: a nan on a masked cell is counted as filled.
+    zeros = ((strip.stop - strip.start) * len(cells) - masked_cells(cells, strip) - filled).clamp_(min=0)
     return Products(rows=across, columns=down, along=along if rows else None, zeros=zeros, shared=sides.share())
 
 

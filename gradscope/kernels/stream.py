@@ -8,9 +8,11 @@ With x_i = log(sum of exp(logits of the negatives)) - log(sum of exp(logits of t
 
 Source: InfoNCE / CLIP (Radford et al., 2021); HN-CLIP, section 2 for the margin; blocks with a running log-sum-exp as in FlashAttention
 (Dao et al., 2022) and Inf-CL (Cheng et al., 2024), here for both directions, with a margin and from the negatives.
-How to read it: ``Streamed.anchors`` answers what the dense readings answer from cells. Memory is O(N D + block^2).
+How to read it: ``Streamed.anchors`` answers what the dense readings answer from cells. Memory is O(N D + block^2); where captions of
+one group are positives of each other, some 250 bytes more for each pair of a group, and a group of n has n^2.
 How it can mislead: fp32 products of unit rows are off by some 1e-7, so logits at scale 100 by 1e-5: the values are exact for the
-products, not for infinitely precise rows. Gradients are of first order only.
+products, not for infinitely precise rows. Gradients are of first order only; create_graph=True is refused. Inside torch.compile the
+passes run as they are.
 """
 
 from __future__ import annotations
@@ -22,15 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from gradscope.distributed import gathered, largest, rank, summed, world
+from gradscope.distributed import gathered, largest, rank, summed, summed_rows, world
 from gradscope.kernels.backward import backward_strip
 from gradscope.kernels.cells import SEVERAL, Cells, add_pairs, constant, log_sums, make_cells, pair_cosines, positive_pairs
 from gradscope.kernels.forward import forward_strip
 from gradscope.kernels.strip import FORMS, Products, Sums, Weights
-from gradscope.kernels.triton_found import TRITON, require_triton, triton_usable
+from gradscope.kernels.triton_found import TRITON, require_triton, why_not
 from gradscope.objectives.margin import MARGINS
 from gradscope.types import Anchors
 
@@ -92,13 +93,14 @@ def stream(
     """The contrastive loss of N images with N captions, row i with row i.
 
     Under torch.distributed every rank calls it with the same N rows (of all ranks, in order of rank), N a multiple of their number;
-    each computes its own strip of rows, all get the same values, and the gradient is right at a rank's own rows.
+    each computes its own strip of rows, all get the same values, and the gradient is right at a rank's own rows. The upstream gradient
+    of the loss must be the same on all: take the mean over all N anchors, not over a rank's own.
 
     Args:
-        image, text: unit rows [N, D], fp32 or float64.
+        image, text: unit rows [N, D], fp32 or float64. Longer ones work too: fp32 logits are then off by that much more.
         scale: [] the multiplier after exp, above 0.
         gamma, margin, margin_text: as in ``objectives.margin``; margin_text [N, D0] is needed by "frozen" and "external".
-        groups: int64 [N], captions of the same record or text have the same number; None: all differ.
+        groups: int64 [N], captions of the same record or text have the same number; None: all differ. The same on all ranks.
         several: what captions of one group are to each other: "exclude" (no negatives) or "positives".
         top: K > 0 also reads which share of an image's residual lies on its 1 ... K hardest captions (that direction only: by column
             it would cost as much again).
@@ -108,10 +110,14 @@ def stream(
 
     Raises:
         ValueError: an unknown word, shapes or dtypes that do not fit, a margin without its rows.
+        RuntimeError: in the backward, where rows or scale were changed in place since, or a second derivative is asked for.
     """
-    _check(
-        image, text, margin_text, groups, {"margin": (margin, MARGINS), "several": (several, SEVERAL), "backend": (backend, BACKENDS)}
-    )
+    _check_words({"margin": (margin, MARGINS), "several": (several, SEVERAL), "backend": (backend, BACKENDS)})
+    _check_rows(image, text, margin_text, groups)
+    if scale.ndim:
+        raise ValueError(f"scale has the shape {tuple(scale.shape)}; give a tensor of one number, shape ()")
+    if top < 0:
+        raise ValueError(f"top is {top}; give 0 or more")
     if margin in ("frozen", "external") and gamma and margin_text is None:
         raise ValueError(f"the {margin} margin needs margin_text, one row for each of the {len(text)} captions")
     count = len(image) // world()
@@ -125,14 +131,16 @@ def stream(
         kernel=_kernel(cells, backend),
         zero_cells=torch.full((), -1, dtype=torch.int64, device=image.device),
     )
-    loss = _Stream.apply(image, text, scale, plan)
+    # Traced, the loops over blocks would be unrolled, which takes minutes.
+    passes = torch.compiler.disable(_Stream.apply) if torch.compiler.is_compiling() else _Stream.apply
+    loss = passes(image, text, scale.to(image.device), plan)
     return Streamed(loss=loss, anchors=plan.anchors[0], zero_cells=plan.zero_cells, how=plan.kernel.words, shares=plan.shares)
 
 
 def _kernel(cells: Cells, backend: str) -> _Kernel:
     """Triton on a CUDA device that has it; else torch, which shares an exp only where the host may look at the logs (on the CPU)."""
     cuda = cells.image.device.type == "cuda"
-    if backend in TRITON or (backend == "auto" and triton_usable(cells.image)):
+    if backend in TRITON or (cuda and backend == "auto" and not why_not(cells.image)):
         require_triton(cells.image)
         from gradscope.kernels import triton_strip as strips
 
@@ -141,25 +149,30 @@ def _kernel(cells: Cells, backend: str) -> _Kernel:
         return _Kernel(forward=forward, backward=backward, words=strips.words(how))
     form = "safe" if backend == "safe" or (cuda and backend == "auto") else "shared"
     how = "two exp per cell" if form == "safe" else "one exp per cell where its check passes"
+    how += f"; no Triton: {why_not(cells.image)}" if cuda and backend == "auto" else ""
     return _Kernel(forward=partial(forward_strip, form=form), backward=partial(backward_strip, form=form), words=f"torch blocks, {how}")
 
 
-def _check(
-    image: Tensor, text: Tensor, margin_text: Tensor | None, groups: Tensor | None, words: Mapping[str, tuple[str, Sequence[str]]]
-) -> None:
+def _check_words(words: Mapping[str, tuple[str, Sequence[str]]]) -> None:
     for name, (value, allowed) in words.items():
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is unknown; give one of {', '.join(allowed)}")
-    if image.shape != text.shape or image.dtype != text.dtype or image.dtype not in (torch.float32, torch.float64):
+
+
+def _check_rows(image: Tensor, text: Tensor, margin_text: Tensor | None, groups: Tensor | None) -> None:
+    like = image.ndim == 2 and image.shape == text.shape and image.dtype == text.dtype
+    if not like or image.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"image rows are {tuple(image.shape)} {image.dtype} and text rows {tuple(text.shape)} {text.dtype}; give both one shape, "
-            "in float32 or float64"
+            f"image rows are {tuple(image.shape)} {image.dtype} and text rows {tuple(text.shape)} {text.dtype}; give both one shape "
+            "(N, D), in float32 or float64"
         )
     if len(image) == 0 or len(image) % world():
         raise ValueError(f"{len(image)} rows do not divide among {world()} processes; give a multiple, at least one row each")
-    for name, rows in (("margin_text", margin_text), ("groups", groups)):
-        if rows is not None and len(rows) != len(image):
-            raise ValueError(f"{name} has {len(rows)} rows; give one for each of the {len(image)} pairs")
+    for name, rows, ndim in (("margin_text", margin_text, 2), ("groups", groups, 1)):
+        if rows is not None and (rows.ndim != ndim or len(rows) != len(image)):
+            raise ValueError(f"{name} has the shape {tuple(rows.shape)}; give {ndim} dimensions, the first of the {len(image)} pairs")
+    if groups is not None and groups.dtype != torch.int64:
+        raise ValueError(f"groups are {groups.dtype}; give whole numbers, int64")
 
 
 class _Stream(torch.autograd.Function):
@@ -171,7 +184,9 @@ class _Stream(torch.autograd.Function):
         logits = scale.detach().double() * cosines
         sums = [log_sums(logits, index, len(image)) for index in plan.pairs]
         odds = [gathered(found.rows) - sums[0], _log_sum_over_ranks(found.columns) - sums[1]]
-        ctx.save_for_backward(scale, logits, cosines, *sums, *odds)
+        # The rows are in the plan already; saved, a change of them in place before the backward is an error.
+        rows = [side for side in (image, text) if not side.is_inference()]
+        ctx.save_for_backward(scale, logits, cosines, *sums, *odds, *rows)
         ctx.plan = plan
         plan.anchors.append(_anchors(plan, found, cosines, odds))
         if found.shared is not None:
@@ -179,10 +194,11 @@ class _Stream(torch.autograd.Function):
         return torch.stack([_softplus(x) for x in odds]).mean(dim=0).to(image.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor | None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the streaming loss has no second derivative; take the dense kernel where create_graph=True is needed")
         plan: _Plan = ctx.plan
-        scale, logits, cosines, *logs = ctx.saved_tensors
+        scale, logits, cosines, *logs = ctx.saved_tensors[:7]
         g = grad.double() / 2
         image, text, along = ctx.needs_input_grad[:3]
         with torch.autocast(grad.device.type, enabled=False):
@@ -218,10 +234,7 @@ def _pull(g: Tensor, logits: Tensor, logs: Sequence[Tensor], plan: _Plan) -> Ten
 
 def _image_grad(found: Products, pull: Tensor, scale: Tensor, plan: _Plan) -> Tensor:
     assert found.rows is not None
-    grad = found.rows
-    if len(grad) < len(plan.cells):
-        grad = torch.zeros_like(plan.cells.image)
-        grad[plan.strip] = found.rows
+    grad = _among_all(found.rows, plan)
     add_pairs(grad, plan.pairs[0], pull, plan.cells.text, plan.pairs[1])
     return grad.mul_(scale)
 
@@ -229,7 +242,16 @@ def _image_grad(found: Products, pull: Tensor, scale: Tensor, plan: _Plan) -> Te
 def _text_grad(found: Products, pull: Tensor, scale: Tensor, plan: _Plan) -> Tensor:
     assert found.columns is not None
     add_pairs(found.columns, plan.pairs[1], pull, plan.cells.image, plan.pairs[0])
-    return summed(found.columns).mul_(scale)
+    return _among_all(summed_rows(found.columns), plan).mul_(scale)
+
+
+def _among_all(rows: Tensor, plan: _Plan) -> Tensor:
+    """The rows of this strip at their place [N, D], 0 elsewhere."""
+    if len(rows) == len(plan.cells):
+        return rows
+    grad = torch.zeros_like(plan.cells.image)
+    grad[plan.strip] = rows
+    return grad
 
 
 def _softplus(x: Tensor) -> Tensor:
