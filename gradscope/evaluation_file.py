@@ -13,6 +13,7 @@ from rich.table import Table
 
 from gradscope.compare import Comparison, Flip, caption_numbers
 from gradscope.contamination import Contamination
+from gradscope.data.shard_names import file_label
 from gradscope.data.source import DataSource
 from gradscope.evaluate import Details, Embedded
 from gradscope.metrics.hardness_recall import DEFINITION
@@ -202,7 +203,7 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 def default_path(encoder: str, data: str, split: str, label: str = "") -> Path:
     """eval-DATA-SPLIT[-LABEL].json, in the encoder's folder if it is one. A split may be called anything: slashes become hyphens."""
     plain = split.replace("/", "-").replace("\\", "-")
-    name = f"eval-{Path(data).name}-{plain}{f'-{label}' if label else ''}.json"
+    name = f"eval-{file_label(data)}-{plain}{f'-{label}' if label else ''}.json"
     return Path(encoder) / name if Path(encoder).is_dir() else Path(f"{encoder.replace('/', '-').replace(':', '-')}-{name}")
 
 

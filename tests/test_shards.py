@@ -33,10 +33,11 @@ from gradscope.data.picture_facts import picture_facts
 from gradscope.data.pixels import PixelPath
 from gradscope.data.shard_fetch import ShardFetcher, copy_of
 from gradscope.data.shard_index import beside, index_of, key_and_ending, load, save, scan
-from gradscope.data.shard_names import MANIFEST, Shard, expand, find_shards
+from gradscope.data.shard_names import MANIFEST, Shard, expand, file_label, find_shards
 from gradscope.data.source import open_data
 from gradscope.data.transfer import Patience
 from gradscope.data.usable import bad_pictures
+from gradscope.evaluation_file import default_path
 
 QUICK = Patience(tries=3, pause=0.01, timeout=5)
 
@@ -536,6 +537,36 @@ def test_a_folder_with_tars_and_other_data(tmp_path):
     (tmp_path / "test.jsonl").unlink()
     (tmp_path / "a.txt").write_text("caption")
     refused(tmp_path, "two data sets")
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("a/shards-{000..031}.tar", "shards-000-031"),
+        ("{train,val}-0.tar", "train-val-0"),
+        ("s3://bucket/x-{0..3}.tar", "x-0-3"),
+        ("https://host/x.tar?token=secret", "x"),
+        ("https://host/set/shards.json", "set"),
+        ("https://host/set/", "set"),
+        ("a/one.tar::b/two.tar::three.tar", "one-and-2-more"),
+        ("my/list.v1.csv", "list.v1.csv"),
+        ("scenes", "scenes"),
+        (".", "here"),
+        ("inner/", "inner"),
+        ("inner/..", "here"),
+    ],
+)
+def test_files_about_shards_have_plain_names(tmp_path, monkeypatch, name, label):
+    (tmp_path / "here" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for _ in ("no tar files", "tar files"):
+        assert file_label(name) == label
+        assert default_path("tiny", name, "all") == Path(f"tiny-eval-{label}-all.json")
+        tar_of(Path("inner/0.tar"), pairs("ab"))
+        tar_of(Path("0.tar"), pairs("ab"))
+    tar_of(Path("1.tar"), pairs("cd"))
+    captions = read_captions("./{0..1}.tar")
+    assert (captions.name, captions.source) == ("0-1", "./{0..1}.tar")
 
 
 # ---- remote

@@ -22,7 +22,7 @@ from gradscope.data import data_sets
 from gradscope.data.caption_rows import SUFFIXES
 from gradscope.data.own_files import OwnFiles
 from gradscope.data.own_records import OwnRecords
-from gradscope.data.shard_names import names_shards
+from gradscope.data.shard_names import file_label, names_shards
 from gradscope.data.source import open_data
 from gradscope.registry import unknown_name
 
@@ -83,7 +83,8 @@ def _own(data: str, path: Path, files: OwnFiles, split: str) -> Captions:
         )
     found = [parts[part]() for part in chosen.split("+")]
     content = path.read_bytes() if path.suffix.lower() in SUFFIXES and path.is_file() else None
-    return _captions(path.stem if path.is_file() else path.absolute().name, str(path), found, chosen, content)
+    name = file_label(data) if names_shards(data) else path.stem if path.is_file() else path.absolute().name
+    return _captions(name, data if names_shards(data) else str(path), found, chosen, content)
 
 
 def _registered(name: str, caption_key: str | None, given: dict[str, str], split: str) -> Captions:

@@ -30,6 +30,7 @@ MANIFEST_FORMAT = "gradscope shards 1"
 SPLITS = ("train", "val", "test")
 #: A pattern that means more shards than this is a mistake in it.
 MOST_SHARDS = 1_000_000
+_LONGEST_LABEL = 80  # characters
 _TAR = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst))$", re.IGNORECASE)
 _SPLIT_NAME = re.compile(r"(?<![a-z])(train|val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -61,6 +62,21 @@ def _holds_tars(folder: Path) -> bool:
 
 def _tars(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".tar")
+
+
+def file_label(name: str) -> str:
+    """What files about a data set are called: the last part of its name; of tar files without braces, ending and query.
+
+    "s3://b/shards-{000..031}.tar?key=1" is "shards-000-031", "a.tar::b.tar::c.tar" is "a-and-2-more", "." is what the folder is called.
+    """
+    first, *others = name.split("::")
+    if not others and not names_shards(name):
+        return Path(name).name if Path(name).name not in ("", "..") else Path(name).resolve().name
+    stem = first.partition("?")[0].removesuffix(MANIFEST) if is_address(first) else first.removesuffix(MANIFEST)
+    last = stem.rstrip("/").rpartition("/")[2]
+    base = Path(stem).expanduser().resolve().name if last in ("", ".", "..") else _TAR.sub("", last)
+    plain = re.sub(r"\.\.|,", "-", re.sub(r"[{}]", "", base))[:_LONGEST_LABEL]
+    return f"{plain}-and-{len(others)}-more" if others else plain
 
 
 def find_shards(name: str) -> ShardList:
