@@ -48,6 +48,7 @@ class Watched:
     scale_grad: Tensor | None
     direction_grads: Mapping[str, Tensor] = field(default_factory=dict)
     margin_mean: Tensor | None = None  # where it was streamed
+    zero_cells: Tensor | None = None  # likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,8 @@ class Heads:
             loss = streamed.loss.mean()
             mean = objective.margin_mean(rows[1].detach(), observed.margin_text, observed.groups)
             *by_rows, by_scale = torch.autograd.grad(loss, (image, text, scale))
-        return _watched(loss, None, [*map(completed, by_rows), by_scale], streamed.anchors, mean)
+        found = _watched(loss, None, [*map(completed, by_rows), by_scale], streamed.anchors)
+        return replace(found, margin_mean=mean, zero_cells=streamed.zero_cells)
 
     def _dense(
         self, name: str, leaves: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], scale: Tensor, observed: Observed
@@ -166,6 +168,7 @@ class Heads:
             param_grads=param_grads,
             param_factor=factor,
             margin_mean=watched.margin_mean,
+            zero_cells=watched.zero_cells,
             directions=self.directions,
         )
 
@@ -226,16 +229,14 @@ class Heads:
         if term.scores is None:
             assert term.anchors is not None
             mean = self.objectives[term.name].margin_mean(text.detach(), observed.margin_text, observed.groups)
-            return _watched(loss, None, gradients, term.anchors, mean)
+            return replace(_watched(loss, None, gradients, term.anchors), margin_mean=mean, zero_cells=term.zero_cells)
         scores = _detached(term.scores)
         parts = self._by_direction(scores)[1] if self.by_direction else {}
         found = _watched(loss, kept["logits"] * unscale, gradients, dense_anchors(scores, self.directions))
         return replace(found, scores=scores, direction_grads=parts)
 
 
-def _watched(
-    loss: Tensor, logit_grad: Tensor | None, gradients: Sequence[Tensor], anchors: Anchors, margin_mean: Tensor | None = None
-) -> Watched:
+def _watched(loss: Tensor, logit_grad: Tensor | None, gradients: Sequence[Tensor], anchors: Anchors) -> Watched:
     """``gradients``: at the image rows, the text rows and, unless it is left to the loop, the scale."""
     return Watched(
         scores=None,
@@ -245,7 +246,6 @@ def _watched(
         image_grad=gradients[0],
         text_grad=gradients[1],
         scale_grad=gradients[2] if len(gradients) > 2 else None,
-        margin_mean=margin_mean,
     )
 
 

@@ -123,7 +123,8 @@ class Term:
     """One weighted part of the total loss. ``loss`` is per anchor; it is averaged once, when the total is formed.
 
     A softmax that was streamed has no cells: its ``scores`` are None and it has ``anchors`` instead. ``groups``: there, captions of
-    equal number are no negatives of each other; None where all are.
+    equal number are no negatives of each other; None where all are. ``zero_cells`` counts the negatives' cells of its logit gradient
+    that are exactly 0, once the backward has run.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Term:
     scores: Scores | None
     anchors: Anchors | None = None
     groups: Tensor | None = None  # int64 [N]
+    zero_cells: Tensor | None = None  # int64 []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,7 @@ class Head:
     param_grads: Sequence[Tensor | None] | None  # None: not measured (the probe's price tier leaves it out)
     param_factor: Tensor | float = 1.0  # what ``param_grads`` must still be multiplied by, so that ``.grad`` need not be copied
     margin_mean: Tensor | None = None  # [] of its margin over the negatives, where no cells are there to take it from
+    zero_cells: Tensor | None = None  # int64 []: negatives' cells of the logit gradient that are exactly 0, where it was streamed
     directions: tuple[str, ...] = DIRECTIONS  # those that the loss averages over; text encoders often train one
 
 

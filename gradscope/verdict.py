@@ -204,12 +204,6 @@ def _state(summary: Summary) -> str:
 
 def _zero_lines(zeros: dict[str, float]) -> list[str]:
     """What is known of zeros; the smaller probe sets read fewer of them, or none."""
-    if "loss_zero_gradient_not" not in zeros and "entries.embeddings" in zeros:
-        return [
-            f"Zeros of the logit gradient were not counted, since the softmax was streamed: --kernel dense does. At the embeddings "
-            f"{zeros['entries.embeddings']:.1%} of the entries are exactly 0; whole gradient exactly 0 "
-            f"{_share(zeros.get('all_zero.parameters'))}."
-        ]
     if "loss_zero_gradient_not" not in zeros:
         return ["Zeros were not counted: --probe-set default counts them up to the embeddings, full over all parameters."]
     lost = (zeros["positive_zero.i2t"] + zeros["positive_zero.t2i"]) / 2

@@ -25,11 +25,12 @@ from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.margin import MARGINS, margin_matrix, off_diagonal_mean
 from gradscope.probe import Probe
 from gradscope.quantities import left_out_words, quantity_set
+from gradscope.quantities.zeros import Zeros
 from gradscope.recipe import resolve
 from gradscope.runlog import Run, comparable
 from gradscope.step_reader import StepReader
 from gradscope.train import train
-from gradscope.types import Batch
+from gradscope.types import Batch, Embeddings
 from gradscope.verdict import sentences, summarise
 
 Readings = dict[tuple[str, str, str], object]
@@ -99,13 +100,37 @@ def test_what_needs_the_cells_is_left_out_said_once_and_stamped() -> None:
     names = {quantity for quantity, _, _ in values}
     assert not names & {"concentration", "precision", "false_negatives"}
     assert ("zeros", "infonce", "entries.embeddings") in values
-    assert ("zeros", "infonce", "entries.logits") not in values
+    assert ("zeros", "infonce", "rows.logits") not in values
     assert len(reader.failures) == 1
     assert "at width 9 the softmax is streamed" in reader.failures[0]
     for name in ("concentration", "false_negatives", "precision", "of zeros the", "of residual the", "of geometry the"):
         assert name in reader.failures[0]
     look(reader, framework, encoder, toy_batch(9, 2))
     assert len(reader.failures) == 1
+
+
+@pytest.mark.parametrize("duplicates", ["keep", "exclude"])
+@pytest.mark.parametrize("cluster", [1, 3])
+def test_zeros_of_the_logit_gradient_are_counted_as_dense(cluster: int, duplicates: str) -> None:
+    """Cosines are about .99 within a cluster and about 0 beyond it: at scale 400 a cell is far above 1e-38 or far below."""
+    batch, found = repeating(12, secrets.randbits(32)), []
+    rows = torch.eye(12).repeat_interleave(cluster, dim=0)[:12] + 0.03 * torch.randn(24, 12).abs().reshape(2, 12, 12)
+    image, text = torch.nn.functional.normalize(rows, dim=2)
+    for kernel in ("dense", "streaming"):
+        framework = Clip(objective=HN(gamma=0.01), kernel=kernel, duplicates=duplicates, loss_form="residual")
+        reader, pair = reader_of(framework, Toy()), [side.clone().requires_grad_() for side in (image, text)]
+        reader.quantities = {"zeros": Zeros()}
+        embeddings = Embeddings(image=pair[0], text=pair[1], scale=torch.tensor(400.0))
+        reader.begin(1, 0)
+        terms = framework(embeddings, token_ids=batch.texts["full"])
+        with reader.watching(batch, embeddings, terms):
+            total_loss(terms).backward()
+        found.append({(r["term"], r["key"]): r["value"] for r in reader.flush() if r["quantity"] == "zeros"})
+    dense, streamed = found
+    assert 0.5 < dense["hn", "entries.logits"] < 1 or cluster == 1
+    for key in streamed:
+        assert streamed[key] == pytest.approx(dense[key], abs=1e-6), key
+    assert {("infonce", "entries.logits"), ("hn", "all_zero.logits"), ("hn", "positive_zero.t2i")} < set(streamed)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -257,7 +282,7 @@ def test_training_streamed_is_training_dense(run: Callable[..., tuple[Run, dict[
     assert console.count("what needs them is not read") == 1
     assert "failed" not in console
     assert wide.readings["stamps"].str.contains("streamed, no cells").any()
-    assert any("since the softmax was streamed" in line for line in sentences(summarise(wide.path)))
+    assert any("pull on the positive rounded to 0 in 0% of rows" in line for line in sentences(summarise(wide.path)))
     assert "loss dense: as asked; residual form" in (dense.path / "console.log").read_text()
 
 

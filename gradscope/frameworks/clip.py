@@ -60,7 +60,15 @@ class Clip:
             assert token_ids is not None
             groups = identical_groups(token_ids)
         found = self.objective.streamed(embeddings.image, embeddings.text, embeddings.scale, margin_text, groups, top)
-        return Term(name=self.objective.name, weight=1.0, loss=found.loss, scores=None, anchors=found.anchors, groups=groups)
+        return Term(
+            name=self.objective.name,
+            weight=1.0,
+            loss=found.loss,
+            scores=None,
+            anchors=found.anchors,
+            groups=groups,
+            zero_cells=found.zero_cells,
+        )
 
     def __call__(
         self, embeddings: Embeddings, margin_text: Tensor | None = None, token_ids: Tensor | None = None, *, top: int = 0

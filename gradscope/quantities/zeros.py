@@ -13,8 +13,9 @@ Counted on the very fp32 tensors of the measured batch (count_nonzero; denormals
     positive_zero.<direction>     share of anchors whose own cell is exactly 0 while a negative's is not: the pull is lost  (iv)
     row_sum.<direction>           largest |row sum| / row absolute sum of that direction's logit gradient; 0 in exact arithmetic
 
-Where the softmax is streamed there is no logit gradient to count on: entries, rows and all_zero of logits, cases (iii) and (iv) and row
-sums are left out.
+Where the softmax is streamed its kernel counts the negatives' cells block by block, a loss scale included; the positives' follow from
+the residuals. rows.logits and row_sum are left out there, and positive_zero is 0 by the form of the loss: the pull is the sum of the
+pushes, formed before either is rounded.
 
 Source: paper facts, section 7.1. How it can mislead: a raw zero share is dominated by structure (99 % of a stock token embedding);
 fp32 saturation alone needs a logit gap of about 100 before an entry is exactly zero, so a high rate usually has another cause.
@@ -28,6 +29,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradscope.metrics.duplicates import group_sizes
 from gradscope.metrics.gradients import present, statistics
 from gradscope.metrics.softmax import row_slices
 from gradscope.metrics.zero_causes import zeros_in_rows
@@ -41,7 +43,7 @@ class Zeros:
     phase: ClassVar[str] = "batch"
     tier: ClassVar[str] = "default"
     needs: ClassVar[tuple[str, ...]] = ("direction_grads",)
-    left_out: ClassVar[str] = "zeros and row sums of the logit gradient"
+    left_out: ClassVar[str] = "zero rows and row sums of the logit gradient"
 
     def __call__(self, step: Step) -> list[Reading]:
         readings = []
@@ -49,6 +51,8 @@ class Zeros:
             values: dict[str, Tensor | float] = {}
             if head.scores is not None and head.logit_grad is not None:
                 values |= _logits(head, head.scores, head.logit_grad)
+            elif head.zero_cells is not None:
+                values |= _streamed(head, head.zero_cells, step.groups)
             values |= _matrix("embeddings", head.image_grad, head.text_grad)
             if head.param_grads is not None:
                 values |= _parameters(step, head)
@@ -67,6 +71,21 @@ def _logits(head: Head, scores: Scores, gradient: Tensor) -> dict[str, Tensor]:
     for direction, part in head.direction_grads.items():
         values |= _direction(direction, part)
     return values
+
+
+def _streamed(head: Head, zero_cells: Tensor, groups: Tensor | None) -> dict[str, Tensor | float]:
+    """``_logits`` without the cells; ``groups`` [N]: equal numbers are no negatives of each other."""
+    width = len(head.anchors.positive)
+    excluded = 0 if groups is None else (group_sizes(groups) - 1).sum()
+    residuals = torch.stack([torch.sigmoid(x) for x in head.anchors.log_odds.values()])  # [2, N]
+    pull = (residuals.mean(dim=0) / width).float()  # the cell of the positive, less its sign
+    zeros, every = zero_cells + (pull == 0).sum(), width**2 - excluded
+    return {
+        "entries.logits": zeros.double() / every,
+        "all_zero.logits": (zeros == every).double(),
+        "loss_zero_gradient_not": ((head.loss == 0) & (zeros != every)).double(),
+        **{f"positive_zero.{direction}": 0.0 for direction in head.directions},
+    }
 
 
 def _unit(key: str) -> str:
