@@ -159,10 +159,11 @@ def test_a_size_bounds_shards(scenes_folder, tmp_path):
     limit = 200_000
     shards = packed(scenes_folder, tmp_path / "out", "test", bytes=limit)["splits"]["test"]["shards"]
     assert len(shards) > 2
-    most = limit + 2 * 10_240  # the end of a tar is filled up to 10,240 bytes
-    assert all(limit - 30_000 < shard["bytes"] < most for shard in shards[:-1])
-    one = packed(scenes_folder, tmp_path / "each", "test", bytes=1)["splits"]["test"]["shards"]
-    assert [shard["records"] for shard in one] == [1] * 64
+    assert all(limit - 30_000 < shard["bytes"] <= limit for shard in shards[:-1])
+    assert shards[-1]["bytes"] <= limit
+    one = packed(scenes_folder, tmp_path / "each", "test", bytes=1)["splits"]["test"]
+    assert [shard["records"] for shard in one["shards"]] == [1] * 64
+    assert one["notes"][-1] == "when packed: 64 of 64 shards are larger than 1 byte, because one record alone needs more"
     same_records(scenes_folder, tmp_path / "each", "test")
 
 
@@ -238,6 +239,45 @@ def test_a_killed_pack_goes_on_to_the_same_bytes(scenes_folder, tmp_path):
     names = {path.name for path in (tmp_path / "whole").iterdir()}
     assert names == {path.name for path in output.iterdir()}
     assert all((output / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names if n.endswith(".tar"))
+
+
+def test_long_names_count_too(own, tmp_path):
+    limit = 60_000
+    shards = packed(own, tmp_path / "out", bytes=limit)["splits"]["test"]["shards"]
+    assert max(shard["bytes"] for shard in shards) <= limit
+
+
+def test_a_stopped_pack_is_no_data_set_and_says_what_a_whole_one_says(own, tmp_path):
+    whole = packed(own, tmp_path / "whole", records=2)
+    output = tmp_path / "stopped"
+
+    def stop(done: int, total: int) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    source = open_data(str(own))
+    with pytest.raises(KeyboardInterrupt):
+        Packer(sizes=Sizes(records=2), say=quiet, advance=stop)(source, ["test"], output)
+    assert list(output.glob("*.tar"))
+    with pytest.raises(ValueError, match="holds an unfinished pack"):
+        open_data(str(output))
+    lines: list[str] = []
+    assert Packer(sizes=Sizes(records=2), say=lines.append)(source, ["test"], output) == whole
+    assert "there already" in lines[0]
+
+
+def test_a_full_disk_is_said_in_words(own, tmp_path):
+    output = tmp_path / "out"
+
+    def fill(done: int, total: int) -> None:
+        if done == 4:  # the second shard is not open yet
+            (output / ".test-000002.tar.partial").symlink_to("/dev/full")
+
+    source = open_data(str(own))
+    with pytest.raises(ValueError, match=r"is full.*give the same command again"):
+        Packer(sizes=Sizes(records=4), say=quiet, advance=fill)(source, ["test"], output)
+    assert len(list(output.glob("*.tar"))) == 2
+    assert Packer(sizes=Sizes(records=4), say=quiet)(source, ["test"], output) == packed(own, tmp_path / "whole", records=4)
 
 
 def test_an_output_that_is_taken_is_left_alone(own, tmp_path):
@@ -354,6 +394,8 @@ def test_the_commands(cli, scenes_folder, tmp_path, small_encoder):
     code, text = cli("data", "pack", scenes_folder, "--output", output, "--per-shard", 30, "--split", "test", "--split", "val")
     assert code == 0
     assert "val-000001.tar" in text
+    assert f"WebDataset reads {output}/test-{{000000..000002}}.tar" in text
+    assert len(list(webdataset.WebDataset(f"{output}/test-{{000000..000002}}.tar", shardshuffle=False))) == 64
     assert f"--data {output}" in text
     assert cli("data", "pack", scenes_folder, "--output", output)[0] == 2
     assert cli("data", "pack", scenes_folder, "--output", tmp_path / "x", "--per-shard", 3, "--shard-size", "1GB")[0] == 2

@@ -112,7 +112,14 @@ def _print_manifest(output: str, manifest: Mapping[str, Any]) -> None:
     }
     _print_splits(f"{manifest['source']}, packed into {output}", splits)
     _print_lines([f"{split}: {note}" for split, facts in splits.items() for note in facts["notes"]])
-    _print_lines([f"read it with --data {output}; WebDataset reads {output}/{next(iter(splits))}-*.tar"])
+    _print_lines([f"read it with --data {output}; WebDataset reads {output}/{_pattern(next(iter(splits.values())))}"])
+
+
+def _pattern(facts: Mapping[str, Any]) -> str:
+    """What WebDataset calls the shards of a split: it knows braces, and no star."""
+    stem, _, last = facts["last"].removesuffix(".tar").rpartition("-")
+    first = facts["first"].removesuffix(".tar").rpartition("-")[2]
+    return facts["last"] if first == last else f"{stem}-{{{first}..{last}}}.tar"
 
 
 def _print_splits(title: str, splits: Mapping[str, Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ check for overlap.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -35,15 +36,14 @@ from typing import IO, Any
 from rich.filesize import decimal
 
 from gradscope import __version__
-from gradscope.data.members import content_size
+from gradscope.data.members import content_size, is_there
 from gradscope.data.pack_members import key_of, members_of
 from gradscope.data.shard_index import ShardIndex, beside, load, save, scan
-from gradscope.data.shard_names import MANIFEST, MANIFEST_FORMAT
+from gradscope.data.shard_names import MANIFEST, MANIFEST_FORMAT, PLAN
 from gradscope.data.source import DataSource
 from gradscope.data.usable import usable
 from gradscope.types import Record
 
-PLAN = ".pack.json"
 _LOCK = ".pack.lock"
 _TEXT_BYTES = 4096  # about what a record takes beside its picture: two texts, three headers, padding
 
@@ -84,12 +84,16 @@ class Packer:
         with _alone(output):
             _claim(output, plan)
             self._refuse_full_disk(output, [record for records, _ in read.values() for record in records])
-            done, total = 0, sum(len(records) for records, _ in read.values())
-            facts = {}
-            for split, (records, notes) in read.items():
-                facts[split] = self._split(output, key_of(split), records, notes, done, total)
-                done += len(records)
-            return _finish(output, source, facts)
+            with _full_disk_in_words(output):
+                return _finish(output, source, self._splits(output, read))
+
+    def _splits(self, output: Path, read: Mapping[str, tuple[list[Record], list[str]]]) -> dict[str, dict[str, Any]]:
+        done, total = 0, sum(len(records) for records, _ in read.values())
+        facts = {}
+        for split, (records, notes) in read.items():
+            facts[split] = self._split(output, key_of(split), records, notes, done, total)
+            done += len(records)
+        return facts
 
     def _records(self, source: DataSource, split: str) -> tuple[list[Record], list[str]]:
         if "+" in split:
@@ -99,14 +103,17 @@ class Packer:
         return list(kept.records), [*found.notes, *kept.notes]
 
     def _refuse_full_disk(self, output: Path, records: Sequence[Record]) -> None:
-        here = sum(path.stat().st_size for path in output.iterdir())
+        here = sum(path.stat().st_size for path in output.iterdir() if path.suffix == ".tar")
         needed = sum(content_size(str(record.image)) + _TEXT_BYTES for record in records)
+        missing = max(0, needed - here)
         free = shutil.disk_usage(output).free
-        most = "at most" if self.sizes.side else "about"
-        self.say(f"packing {len(records):,} records, {most} {decimal(needed)}, into {output} ({decimal(free)} free)")
-        if needed - here > free:
+        before = f" ({decimal(here)} there already)" if here else ""
+        size = "about " + decimal(needed) + (" before they are resized" if self.sizes.side else "") + before
+        self.say(f"packing {len(records):,} records, {size}, into {output} ({decimal(free)} free)")
+        if missing > free:
             raise ValueError(
-                f"'{output}' has {decimal(free)} free and {decimal(needed)} are needed; make room, or choose another --output"
+                f"'{output}' has {decimal(free)} free and about {decimal(missing)} {'more ' if here else ''}are needed; make room, or "
+                "choose another --output"
             )
 
     def _split(
@@ -117,34 +124,40 @@ class Packer:
         if start:
             self.say(f"{name}: {len(shards):,} finished shards with {start:,} records are kept")
         self.advance(before + start, total)
-        lost_crops = 0
         prepared = self._prepared(records[start:])
         waiting = next(prepared, None)
         while waiting is not None:
             tar = output / f"{name}-{len(shards):06}.tar"
             with _new_shard(tar) as (sink, digest):
                 count = 0
-                while waiting is not None and (count == 0 or not self._full(count, sink.offset + _room(waiting[1]))):
-                    _add(sink, waiting[0], waiting[1])
-                    lost_crops += waiting[2]
+                while waiting is not None and (count == 0 or not self._full(count, sink.offset + _room(*waiting))):
+                    _add(sink, *waiting)
                     count, start = count + 1, start + 1
                     self.advance(before + start, total)
                     waiting = next(prepared, None)
             shards.append(_indexed(tar, count, digest.hexdigest()))
-        crops = [f"{lost_crops:,} stored crops of segments are not on disk and were left out"] if lost_crops else []
         return {
             "records": len(records),
             "captions": sum(len(record.captions) for record in records),
             "bytes": sum(shard["bytes"] for shard in shards),
-            "notes": [f"when packed: {note}" for note in (*notes, *crops)],
+            "notes": [f"when packed: {note}" for note in (*notes, *_lost_crops(records), *self._large(shards))],
             "shards": shards,
         }
 
-    def _full(self, count: int, size: int) -> bool:
-        return count >= self.sizes.records if self.sizes.records else size > self.sizes.bytes
+    def _large(self, shards: Sequence[Mapping[str, Any]]) -> list[str]:
+        large = [] if self.sizes.records else [shard for shard in shards if shard["bytes"] > self.sizes.bytes]
+        alone = (
+            f"{len(large):,} of {len(shards):,} shards are larger than {decimal(self.sizes.bytes)}, because one record alone needs more"
+        )
+        return [alone] if large else []
 
-    def _prepared(self, records: Sequence[Record]) -> Iterator[tuple[str, dict[str, bytes], int]]:
-        """(key, ending -> bytes, crops left out) of each record in order, a few of them read ahead."""
+    def _full(self, count: int, size: int) -> bool:
+        """Would a tar of ``size`` bytes before its end mark be too large?"""
+        whole = -(-(size + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+        return count >= self.sizes.records if self.sizes.records else whole > self.sizes.bytes
+
+    def _prepared(self, records: Sequence[Record]) -> Iterator[tuple[str, dict[str, bytes]]]:
+        """(key, ending -> bytes) of each record in order, a few of them read ahead."""
         with ThreadPoolExecutor(max(1, self.workers)) as pool:
             ahead: deque[Any] = deque()
             try:
@@ -156,6 +169,24 @@ class Packer:
                     yield ahead.popleft().result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _lost_crops(records: Sequence[Record]) -> list[str]:
+    """Of all records, so that a pack that was stopped says what one that was not says."""
+    lost = sum(part.image is not None and not is_there(part.image) for record in records for part in record.segments)
+    return [f"{lost:,} stored crops of segments are not on disk and were left out"] if lost else []
+
+
+@contextmanager
+def _full_disk_in_words(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(
+            f"the disk of '{output}' is full ({error.strerror}); finished shards are kept: make room and give the same command again"
+        ) from error
 
 
 def bytes_of(amount: str) -> int:
@@ -195,15 +226,22 @@ def _new_shard(tar: Path) -> Iterator[tuple[tarfile.TarFile, Any]]:
 
 def _add(sink: tarfile.TarFile, key: str, members: Mapping[str, bytes]) -> None:
     for ending in sorted(members):
-        entry = tarfile.TarInfo(f"{key}.{ending}")
-        entry.size, entry.mode = len(members[ending]), 0o644
-        sink.addfile(entry, io.BytesIO(members[ending]))
+        sink.addfile(_entry(key, ending, members[ending]), io.BytesIO(members[ending]))
         sink.members = []  # type: ignore[attr-defined]  # it keeps all it has written
 
 
-def _room(members: Mapping[str, bytes]) -> int:
-    """Bytes of a record in a tar: a header for each member, contents in whole blocks."""
-    return sum(tarfile.BLOCKSIZE * (1 - (-len(member) // tarfile.BLOCKSIZE)) for member in members.values())
+def _entry(key: str, ending: str, held: bytes) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(f"{key}.{ending}")
+    entry.size, entry.mode = len(held), 0o644
+    return entry
+
+
+def _room(key: str, members: Mapping[str, bytes]) -> int:
+    """Bytes of a record in a tar: headers, and contents in whole blocks."""
+    return sum(
+        len(_entry(key, ending, held).tobuf(tarfile.PAX_FORMAT)) - (-len(held) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        for ending, held in members.items()
+    )
 
 
 def _indexed(tar: Path, count: int, sha256: str) -> dict[str, Any]:

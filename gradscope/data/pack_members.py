@@ -22,9 +22,9 @@ def key_of(identity: str) -> str:
     return "".join(c if c.isalnum() or c in "_-" else "".join(f"%{byte:02X}" for byte in c.encode()) for c in identity)
 
 
-def members_of(record: Record, side: int) -> tuple[str, dict[str, bytes], int]:
-    """(key, ending -> bytes, number of crops that are not on disk). Pictures whose shorter side is longer than ``side`` are resized to
-    it, and boxes with them; 0 leaves the bytes as they are.
+def members_of(record: Record, side: int) -> tuple[str, dict[str, bytes]]:
+    """(key, ending -> bytes). Pictures whose shorter side is longer than ``side`` are resized to it, and boxes with them; 0 leaves the
+    bytes as they are. Stored crops of segments that are not on disk are left out.
 
     Raises:
         OSError: the picture cannot be read.
@@ -32,21 +32,20 @@ def members_of(record: Record, side: int) -> tuple[str, dict[str, bytes], int]:
     """
     picture, ending, (across, down) = _picture(str(record.image), side)
     members = {ending: picture}
-    segments, lost = [], 0
+    segments = []
     for number, segment in enumerate(record.segments):
         name = None
         if segment.image is not None and is_there(segment.image):
             crop, crop_ending, _ = _picture(segment.image, side)
             name = f"segment{number}.{crop_ending}"
             members[name] = crop
-        lost += segment.image is not None and name is None
         segments.append(_plain_segment(segment, name, across, down))
     text: dict[str, Any] = {"id": record.id, "captions": list(record.captions)}
     text |= {"segments": segments} if segments else {}
     text |= {"aux": dict(record.aux)} if record.aux else {}
     members["json"] = json.dumps(text, ensure_ascii=False).encode()
     members["txt"] = record.captions[0].encode()
-    return key_of(record.id), members, lost
+    return key_of(record.id), members
 
 
 def _plain_segment(segment: Segment, name: str | None, across: float, down: float) -> dict[str, Any]:

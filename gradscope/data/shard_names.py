@@ -26,6 +26,7 @@ from gradscope.data.own_records import usual_split
 from gradscope.data.shard_fetch import Shard, is_address, listing, read_text
 
 MANIFEST = "shards.json"
+PLAN = ".pack.json"  # in a folder whose pack is not finished
 MANIFEST_FORMAT = "gradscope shards 1"
 SPLITS = ("train", "val", "test")
 #: A pattern that means more shards than this is a mistake in it.
@@ -102,6 +103,8 @@ def _find(name: str) -> ShardList:
     path = Path(name.removeprefix("file://")).expanduser()
     if path.is_dir():
         manifest = path / MANIFEST
+        if (path / PLAN).is_file() and not manifest.is_file():
+            raise ValueError(f"'{path}' holds an unfinished pack; give its `gradscope data pack` command again, or name the tar files")
         return of_manifest(_read_manifest(manifest), str(path)) if manifest.is_file() else _of_folder(path)
     if path.name == MANIFEST and path.is_file():
         return of_manifest(_read_manifest(path), str(path.parent))
