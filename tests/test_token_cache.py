@@ -147,6 +147,52 @@ def test_a_damaged_entry_is_made_anew_and_said(folder, damage, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("kinds", [("U16", "I16"), ("U16", "F16"), ("I64", "F64"), ("I64", "U64")])
+def test_another_kind_of_number_is_damage(folder, kinds, capsys):
+    """Bytes that pass their checksum and mean something else."""
+    source, texts = clip(), captions()
+    tokenize_once(source, texts)
+    (entry,) = folder.iterdir()
+    good = entry.read_bytes()
+    assert kinds[0].encode() in good
+    entry.write_bytes(good.replace(kinds[0].encode(), kinds[1].encode()))
+    assert_right(tokenize_once(source, texts), source, texts)
+    assert "damaged" in capsys.readouterr().err
+    assert entry.read_bytes() == good
+
+
+def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    source, texts = clip(), captions()
+    monkeypatch.setattr(Path, "replace", full)
+    assert_right(tokenize_once(source, texts), source, texts)
+    assert "cannot be written (No space left on device)" in capsys.readouterr().err
+    assert not list(folder.iterdir())
+
+
+def test_what_a_killed_process_left_goes_after_an_hour(folder):
+    folder.mkdir()
+    old, new = folder / "old.part", folder / "new.part"
+    for file in (old, new):
+        file.write_bytes(b"half")
+    os.utime(old, (1000, 1000))
+    tokenize_once(clip(), captions())
+    assert not old.exists()
+    assert new.exists(), "another process may be writing it"
+
+
+def test_entries_that_another_process_removes_meanwhile(folder, monkeypatch, capsys):
+    """Listed, and gone when it is looked at."""
+    gone = folder / "gone.safetensors"
+    listed = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [*listed(self, pattern), gone])
+    source, texts = clip(), captions()
+    assert_right(tokenize_once(source, texts), source, texts)
+    assert capsys.readouterr().err == ""
+
+
 def test_no_folder_to_write_to_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "tokens").write_text("a file where the folder should be")
     source, texts = clip(), captions()
