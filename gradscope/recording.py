@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gradscope.types import NEED_CELLS
+
 #: Named probe sets, each holding those before it.
 SETS = ("loss", "default", "full")
 #: quantity -> the smallest set that holds it.
@@ -21,13 +23,14 @@ TIERS = {
 CAPTIONS = ("captions", "false_negatives")
 
 
-def recorded_by(quantity: str, key: str, recipe: Mapping[str, Any], *, kind: str, own: bool) -> str:
+def recorded_by(quantity: str, key: str, recipe: Mapping[str, Any], *, kind: str, own: bool, streamed: bool = False) -> str:
     """The setting, as a clause; "" where none is known to be missing.
 
     Args:
         quantity, key: of the reading, e.g. "zeros", "entries.parameters".
         recipe: tables of the run's settings; {} of a log.
         kind, own: as of ``gradscope.run_view.View``.
+        streamed: whether the softmax of that run was.
     """
     needed = "full" if quantity == "zeros" and (".parameters" in key or key.startswith("naive")) else TIERS.get(quantity, "full")
     if kind != "run":
@@ -37,6 +40,8 @@ def recorded_by(quantity: str, key: str, recipe: Mapping[str, Any], *, kind: str
     there = probe.get("set", "full") if own else probe.get("set", "default")
     wider = SETS.index(needed) > SETS.index(there) if there in SETS else False
     words = _flags(quantity, key, probe, needed, wider) if own else _arguments(quantity, key, needed, wider)
+    if streamed and quantity in NEED_CELLS:
+        words.append("--kernel dense" if own else 'Probe(kernel="dense")')
     return f"{' and '.join(words)} record{'s' * (len(words) == 1)} it" if words else ""
 
 

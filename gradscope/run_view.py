@@ -24,7 +24,7 @@ import numpy as np
 
 from gradscope.judgement import unit_of, window
 from gradscope.recording import measured_by, recorded_by
-from gradscope.runlog import Run
+from gradscope.runlog import Run, was_streamed
 from gradscope.types import DIRECTIONS
 from gradscope.verdict import TERMS
 
@@ -193,7 +193,7 @@ class View:
 
     def recorded_by(self, quantity: str, key: str) -> str:
         """Which setting of this kind of run records a reading that is not there; "" where none is known."""
-        return recorded_by(quantity, key, self.recipe, kind=self.kind, own=self.own)
+        return recorded_by(quantity, key, self.recipe, kind=self.kind, own=self.own, streamed=was_streamed(self.readings))
 
     def directions(self, quantity: str, key: str, term: str = "") -> list[Series]:
         """``key``.i2t and ``key``.t2i."""

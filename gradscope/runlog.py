@@ -32,6 +32,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gradscope.types import NEED_CELLS, STREAMED
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -73,6 +75,11 @@ def comparable(frame: pd.DataFrame) -> pd.DataFrame:
     if "unit" in frame:
         frame = frame[~frame["unit"].isin(VOLATILE_UNITS)]
     return frame.drop(columns=[name for name in VOLATILE_COLUMNS if name in frame]).reset_index(drop=True)
+
+
+def was_streamed(readings: pd.DataFrame) -> bool:
+    """Whether a softmax of these readings was, so that what needs its cells is not among them."""
+    return any(STREAMED in str(stamps) for stamps in readings["stamps"].unique()) if "stamps" in readings else False
 
 
 class Listener(Protocol):
@@ -341,14 +348,19 @@ class Run:
         there = {f"{k}/{t}" if t else str(k) for k, t in zip(same["key"], same["term"], strict=True)}
         found = ", ".join(sorted(there or set(self.readings["quantity"])))
         small = not there or self.recipe.get("probe", {}).get("set", "full") != "full"
-        return f"{wanted}, only {found}; {self._remedy(small=small, both=not small)}."
+        cells = quantity in NEED_CELLS and was_streamed(self.readings)
+        return f"{wanted}, only {found}; {self._remedy(small=small, both=not small, cells=cells)}."
 
-    def _remedy(self, *, small: bool, both: bool) -> str:
-        """What would record it, in the words of whoever made the run; ``both``: the other objective's gradients may be missing."""
+    def _remedy(self, *, small: bool, both: bool, cells: bool = False) -> str:
+        """What would record it, in the words of whoever made the run.
+
+        ``both``: the other objective's gradients may be missing; ``cells``: it needs those of a softmax that was streamed.
+        """
         if "loop" in self.provenance:  # gradscope.Probe
             set_ = ', probe_set="full"' if small or both else ""
+            set_ += ', kernel="dense"' if cells else ""
             return f"attach gradscope.Probe(..., output=...{set_}{', second_backward=True' if both else ''}) to record it"
-        set_ = " --probe-set full" if small else ""
+        set_ = " --probe-set full" * small + " --kernel dense" * cells
         return f"run gradscope train with --log-grads{set_}{' --set probe.second_backward=true' if both else ''} to record it"
 
 

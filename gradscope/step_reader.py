@@ -36,7 +36,7 @@ from gradscope.metrics.gradients import norm_over_ranks
 from gradscope.optim import trainable
 from gradscope.quantities import left_out_words, needs
 from gradscope.quantities.gradient import tower_of
-from gradscope.types import Batch, Embeddings, Reading, Step, Term
+from gradscope.types import STREAMED, Batch, Embeddings, Reading, Step, Term
 
 Quantity = Callable[[Step], list[Reading]]
 
@@ -455,7 +455,7 @@ class StepReader:
             return []
         with self._timed("flush"):
             streamed = self._step is not None and any(head.scores is None for head in self._step.heads.values())
-            rows = to_rows(self._readings, self._index, self.stamps + ("; streamed, no cells" if streamed else ""))
+            rows = to_rows(self._readings, self._index, self.stamps + (f"; {STREAMED}" if streamed else ""))
         self._step, self._readings = None, []
         rows += [
             {"step": self._index, "quantity": "probe", "term": "", "key": name, "value": value, "unit": "s", "stamps": ""}

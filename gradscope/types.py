@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
+#: In the stamps of readings whose softmax was streamed: quantities that need its cells are left out.
+STREAMED = "streamed, no cells"
+#: The quantities that need them whole.
+NEED_CELLS = ("concentration", "false_negatives", "precision")
+
 #: The two directions of a score matrix whose rows are images and whose columns are captions.
 DIRECTIONS = ("i2t", "t2i")
 

@@ -23,10 +23,12 @@ from gradscope.cli import app
 from gradscope.diagnose import diagnose, look
 from gradscope.judgement import unit_of
 from gradscope.loss_log import decimals_of, read_table, view_log
+from gradscope.quantities import needs, quantity_set
 from gradscope.recording import SETS, TIERS, recorded_by
 from gradscope.rules import SEVERITIES, rules
 from gradscope.run_view import Series, Unmeasured
 from gradscope.runlog import RunLog
+from gradscope.types import NEED_CELLS
 
 STEPS = 60
 run = CliRunner().invoke
@@ -554,6 +556,17 @@ PROBE = {"kind": "run", "own": False}
 )
 def test_the_setting_that_records_it_is_named(quantity: str, key: str, probe: dict, who: dict, words: str) -> None:
     assert recorded_by(quantity, key, {"probe": probe} if probe else {}, **who) == words
+
+
+@pytest.mark.parametrize(("who", "words"), [(OWN, "--kernel dense records it"), (PROBE, 'Probe(kernel="dense")')])
+def test_of_a_streamed_softmax_it_is_the_kernel(who: dict, words: str) -> None:
+    full = {"probe": {"log_grads": True, "set": "full"}}
+    assert words in recorded_by("false_negatives", "push_identical", full, **who, streamed=True)
+    assert "kernel" not in recorded_by("zeros", "entries.logits", full, **who, streamed=True)
+
+
+def test_the_quantities_that_need_cells_are_those_that_say_so() -> None:
+    assert {name for name, quantity in quantity_set("full").items() if needs(quantity, "cells")} == set(NEED_CELLS)
 
 
 @pytest.mark.parametrize(

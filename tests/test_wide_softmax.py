@@ -283,6 +283,8 @@ def test_training_streamed_is_training_dense(run: Callable[..., tuple[Run, dict[
     assert "failed" not in console
     assert wide.readings["stamps"].str.contains("streamed, no cells").any()
     assert any("pull on the positive rounded to 0 in 0% of rows" in line for line in sentences(summarise(wide.path)))
+    with pytest.raises(ValueError, match="with --log-grads --probe-set full --kernel dense to record it"):
+        wide.reading("concentration", "binned_predicted", "")
     assert "loss dense: as asked; residual form" in (dense.path / "console.log").read_text()
 
 
