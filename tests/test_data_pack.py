@@ -19,7 +19,8 @@ import pytest
 import torch
 import webdataset
 from PIL import Image
-from shard_files import picture
+from shard_files import pairs, picture, tar_of
+from test_distributed_cli import Together
 from test_resume import assert_equal_runs, train_until, weights
 
 from gradscope.cli import main
@@ -34,6 +35,7 @@ from gradscope.data.shard_index import beside
 from gradscope.data.shard_names import MANIFEST
 from gradscope.data.source import open_data
 from gradscope.recipe import resolve
+from gradscope.runlog import Run
 from gradscope.train import train
 
 ODD = [
@@ -371,6 +373,18 @@ def test_training_on_shards_is_training_on_files_and_resumes_in_mid_epoch(settin
     train_until(recipe, tmp_path / "killed", 6)
     train(recipe, tmp_path / "killed", resume=True, quiet=True)
     assert_equal_runs(tmp_path / "shards", tmp_path / "killed")
+
+
+def test_fewer_shards_than_processes_and_workers_do_not_hang(small_encoder, tmp_path):
+    """D06: one shard of 6 samples, two processes with four workers each; every epoch has all six, and a remainder is no wait."""
+    for split in ("train", "val"):
+        tar_of(tmp_path / "data" / f"{split}-0.tar", pairs(f"{split}{k}" for k in range(6)))
+    words = ["train", "--data", str(tmp_path / "data"), "--encoder", str(small_encoder), "--device", "cpu", "--batch-size", "4"]
+    together = Together([*words, "--workers", "4", "--epochs", "2", "--output", str(tmp_path / "run")], tmp_path / "heard")
+    assert together.ended() == [0, 0], together.said("err")
+    assert "2 records left out per epoch" in together.said("err")[0]
+    assert Run(tmp_path / "run").done
+    assert Run(tmp_path / "run").steps["step"].tolist() == [1, 2]
 
 
 @pytest.fixture
