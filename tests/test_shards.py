@@ -436,10 +436,34 @@ def test_empty_and_uneven_shards(tmp_path):
     found = read(tmp_path)
     assert [r.id for r in found.records] == list("pqrstu")
     note_with(found.notes, "2 of 4 shards hold no samples (a.tar, d.tar)")
-    refused(tmp_path / "a.tar", "no sample of", "1 shards hold none")
-    empty = tmp_path / "e" / "x.tar"
-    tar_of(empty, [])
-    refused(tmp_path / "e", "no sample of")
+    refused(tmp_path / "a.tar", "no sample of", "there is no sample in the shard")
+    for name in "xy":
+        tar_of(tmp_path / "e" / f"{name}.tar", [("README", b"x")])
+    refused(tmp_path / "e", "no sample in 2 shards; not read: 2 members whose names are hidden or have no ending")
+
+
+def test_dots_in_all_names_are_told_what_to_do(tmp_path):
+    said = refused(
+        tar_of(tmp_path / "t.tar", pairs(["a.v1", "b.v1"])), "2 no picture, because its name has a dot", "write the tar files anew"
+    )
+    assert "--image-key" not in said
+
+
+def test_what_img2dataset_writes(tmp_path):
+    """A .json with key, status and url for every row; no .jpg where a download failed, no .txt where the caption is null."""
+    rows = []
+    for key, caption, status in (("000", "a dog", "success"), ("001", "a cat", "failed_to_download"), ("002", None, "success")):
+        facts = {"url": f"http://x/{key}", "caption": caption, "key": key, "status": status, "error_message": None, "exif": "{}"}
+        rows += [(f"{key}.jpg", picture())] if status == "success" else []
+        rows += [(f"{key}.json", json.dumps(facts).encode())]
+        rows += [(f"{key}.txt", caption.encode())] if caption and status == "success" else []
+    tar_of(tmp_path / "00000.tar", rows)
+    (tmp_path / "00000_stats.json").write_text('{"count": 3, "successes": 2}')
+    (tmp_path / "00000.parquet").write_bytes(b"PAR1")
+    found = read(tmp_path)
+    assert [(record.id, record.captions) for record in found.records] == [("000", ("a dog",))]
+    note_with(found.notes, "1 of 3 samples left out: no picture (001)")
+    note_with(found.notes, "1 of 3 samples left out: no caption (002)")
 
 
 def test_no_caption_anywhere_names_the_endings(tmp_path):

@@ -33,6 +33,8 @@ _TEXTS = ("txt", "text", "caption")
 _NAMED = 3
 _EMPTY = "empty captions"
 _OURS = "the .json of this tool"
+_DOTTED = "no picture, because its name has a dot before its ending, and a key ends at the first dot"
+_RENAME = "write the tar files anew with no dot in a name but the one before its ending, as `gradscope data pack` does from the files"
 
 
 class _LeftOut(Exception):
@@ -86,10 +88,14 @@ class Reading:
         return _named_apart(self._found)
 
     def why_nothing(self) -> str:
-        """Where no sample gives a record: reasons, and the endings there are."""
-        listed = ", ".join(f".{ending} ({count:,})" for ending, count in self._endings.most_common(8)) or "none"
-        reasons = "; ".join(f"{len(keys):,} {why}" for why, keys in self._left_out.items()) or f"{self._shards:,} shards hold none"
-        return f"{reasons}; members end in {listed}; name endings with --image-key and --caption-key"
+        """Where no sample gives a record: reasons, the endings there are, and what to do."""
+        if not self.samples:
+            skipped = "".join(f"; not read: {count:,} {what}" for what, count in self._skipped.items())
+            return f"there is no sample in {'the shard' if self._shards == 1 else f'{self._shards:,} shards'}{skipped}"
+        listed = ", ".join(f".{ending} ({count:,})" for ending, count in self._endings.most_common(8))
+        reasons = "; ".join(f"{len(keys):,} {why}" for why, keys in self._left_out.items())
+        advice = _RENAME if set(self._left_out) == {_DOTTED} else "name endings with --image-key and --caption-key"
+        return f"{reasons}; members end in {listed}; {advice}"
 
     def notes(self) -> list[str]:
         """What was done, in words."""
@@ -209,7 +215,7 @@ class Reading:
         key_named = self._caption_key and self._caption_key.lower().lstrip(".") != piece.ending.lower()
         wanted = (folded(self._caption_key),) if key_named else CAPTION_KEYS
         key = next((by_name[name] for name in wanted if name in by_name), None)
-        if key is None:
+        if key is None or item[key] is None:
             raise _LeftOut("no caption")
         return str(key), item[key]
 
@@ -227,7 +233,7 @@ def _no_picture(pieces: Sequence[Piece], image_key: str) -> str:
     """A name with a dot in it is the usual reason."""
     dotted = [p.ending for p in pieces if "." in p.ending and p.ending.lower().rpartition(".")[2] in PICTURE_ENDINGS]
     if dotted and not image_key:
-        return "no picture, because its name has a dot before its ending, and a key ends at the first dot"
+        return _DOTTED
     return f"no picture (.{image_key})" if image_key else "no picture"
 
 
