@@ -155,6 +155,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if any(map(is_sharded, parameters)):  # the kernel that was saved may not take shards
         for group, own in zip(optimizer.param_groups, kernels, strict=True):
             group.update(own)
+    if not any(group.get("fused") for group in optimizer.param_groups):  # as in runs from before the fused update
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # says to GradScaler: fused; set when it was made
 
 
 def _sharded_like(value: Any, parameter: Tensor) -> Any:

@@ -32,7 +32,7 @@ SHARDS = ("none", "full")
 ON_BAD_IMAGE = ("error", "skip")
 ON_TOO_LONG = ("truncate", "error")
 DECODES = ("fast", "exact", "scaled")
-CACHES = ("images",)
+CACHES = ("none", "images")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Data:
     on_bad_image: str = "error"
     on_too_long: str = "truncate"
     decode: str = "fast"
-    cache: str = ""
+    cache: str = "none"
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("folder", "caption", "image_key", "caption_key", "image_root", "encoding")
 
@@ -339,8 +339,7 @@ def check(recipe: Recipe) -> None:
     _one_of("--on-bad-image", recipe.data.on_bad_image, ON_BAD_IMAGE)
     _one_of("--on-too-long", recipe.data.on_too_long, ON_TOO_LONG)
     _one_of("--decode", recipe.data.decode, DECODES)
-    if recipe.data.cache:
-        _one_of("--cache", recipe.data.cache, CACHES)
+    _one_of("--cache", recipe.data.cache, CACHES)
     _one_of("--scale", train.scale, ("learn", "fixed"))
     _one_of("--shard", train.shard, SHARDS)
     if train.shard == "full" and train.compile:

@@ -238,6 +238,45 @@ def test_refusals_name_the_picture_or_the_room(tmp_path, own_cache, monkeypatch)
         cached_pixels(paths, read)
 
 
+def test_a_full_cache_needs_no_right_to_write(tmp_path, monkeypatch):
+    """As on a read-only disk, where no lock can be made; the twin of a permission, which root does not feel."""
+    paths, read = make(tmp_path / "a", 3), pixel_path({"size": 16})
+    cached_pixels(paths, read)
+
+    def refused(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(image_cache, "FileLock", refused)
+    assert same(cached_pixels(paths, read), read, paths)
+    with pytest.raises(ValueError, match="cannot be written: Read-only file system"):
+        cached_pixels(make(tmp_path / "b", 1), read)
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_folder_deleted_during_a_run_costs_time_only(tmp_path, own_cache, capsys, looked):
+    paths, read = make(tmp_path / "a", 3), pixel_path({"size": 16})
+    cache = cached_pixels(paths, read)
+    if looked:
+        cache(paths[0])
+    shutil.rmtree(own_cache)
+    assert same(cache, read, paths)
+    assert same(pickle.loads(pickle.dumps(cache)), read, paths)
+    assert "gone" in capsys.readouterr().err
+
+
+def test_no_pictures(own_cache):
+    assert cached_pixels([], pixel_path({"size": 16})).slots == {}
+
+
+def test_a_file_whose_bytes_could_not_be_read_is_not_kept(tmp_path, own_cache, monkeypatch):
+    """Else the digest of "unreadable" would stand for this picture, and for the next file that cannot be read."""
+    paths, read = make(tmp_path / "a", 1), pixel_path({"size": 16})
+    monkeypatch.setattr(digests, "file_digest", lambda path, contents: bytes(16))
+    with pytest.raises(ValueError, match=r"0\.jpg' changed while it was read"):
+        cached_pixels(paths, read)
+    assert files(own_cache)[1].stat().st_size == 0
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     paths, read = make(tmp_path / "a", 2), pixel_path({"size": 16})
     levels = PixelPath.levels

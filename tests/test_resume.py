@@ -259,6 +259,16 @@ def test_another_recipe_is_refused_with_key_old_and_new(stopped):
     assert (stopped / "provenance.json").read_bytes() == before, "a refused resume opens no attempt"
 
 
+def test_another_place_for_pictures_is_not(stopped, monkeypatch):
+    """A cache changes no bit of them, and another machine may have no room for it."""
+    monkeypatch.setenv("GRADSCOPE_CACHE", str(stopped.parent / "cache"))
+    before = (stopped / "recipe.toml").read_bytes()
+    train(resolve(Run(stopped).recipe, {"data.cache": "images"}), stopped, resume=True, quiet=True)
+    assert Run(stopped).done
+    assert "image cache:" in (stopped / "console.log").read_text()
+    assert (stopped / "recipe.toml").read_bytes() == before
+
+
 def test_other_data_are_refused(settings, tmp_path, scenes_folder):
     (tmp_path / "data").mkdir()
     rows = [json.loads(line) for line in (scenes_folder / "train.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from conftest import SMALL
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gradscope import optim
+from gradscope import checkpoint, optim
 from gradscope.encoders import speed
 from gradscope.encoders.load import load_encoder
 from gradscope.recipe import Train, resolve
@@ -101,6 +102,29 @@ def test_the_fused_update_does_not_depend_on_threads():
             optimizer.step()
         found.append(module["w"].detach().clone())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_state_from_before_the_fused_update_goes_on_without_it(scaled):
+    """The twin is the optimizer that made the state, going on; with a gradient scaler as under fp16."""
+    module, twin = nn.Linear(5, 3), nn.Linear(5, 3)
+    twin.load_state_dict(module.state_dict())
+    plain = torch.optim.AdamW([{"params": [twin.weight], "weight_decay": 0.2}, {"params": [twin.bias], "weight_decay": 0.0}])
+    taken = optim.make_optimizer(module, Train(weight_decay=0.2))
+    for k in range(4):
+        if k == 2:
+            module.load_state_dict(twin.state_dict())
+            checkpoint._load_optimizer(taken, copy.deepcopy(plain.state_dict()))
+        pictures = torch.randn(2, 5)
+        for model, optimizer in ((module, taken), (twin, plain)):
+            optimizer.zero_grad()
+            scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+            scaler.scale(model(pictures).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+    assert not any(group["fused"] for group in taken.param_groups)
+    assert torch.equal(module.weight, twin.weight)
+    assert torch.equal(module.bias, twin.bias)
 
 
 def test_a_run_through_the_image_cache_is_the_same_run(settings, tmp_path, monkeypatch):

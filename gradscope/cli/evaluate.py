@@ -32,9 +32,7 @@ Caption = Annotated[str | None, typer.Option(help="Which caption, where a data s
 AllowMissing = Annotated[bool, typer.Option("--allow-missing", help="Leave out records without a picture, counted.")]
 OnBadImage = Annotated[str, typer.Option(help="error, or skip: look at all pictures first.")]
 Decode = Annotated[str, typer.Option(help="Of pictures: fast, exact or scaled.")]
-Cache = Annotated[
-    str, typer.Option(help="images: decode each picture once and keep it in the cache folder.", show_default="pictures are not kept")
-]
+Cache = Annotated[str, typer.Option(help="images: decode each picture once and keep it, ready to use, in the cache folder; or none.")]
 OnTooLong = Annotated[str, typer.Option(help="Captions over the context: truncate or error.")]
 Resamples = Annotated[int, typer.Option(help="Bootstrap resamples over images.", min=1)]
 BatchSize = Annotated[int, typer.Option(help="Records per forward pass.", min=1)]
@@ -60,7 +58,7 @@ def evaluate(
     allow_missing: AllowMissing = False,
     on_bad_image: OnBadImage = "error",
     decode: Decode = "fast",
-    cache: Cache = "",
+    cache: Cache = "none",
     on_too_long: OnTooLong = "truncate",
     checkpoint: Annotated[str, typer.Option(help="Of a run: last, best (on validation) or both.")] = "last",
     trained_on: Annotated[

@@ -10,7 +10,8 @@ is applied on reading, so a picture from here equals the decoded one bit for bit
 
 Each picture is written before its index row, so that a kill leaves only whole ones, and the next run goes on from there. One process
 fills the file at a time; others wait, then find it filled. A picture whose checksum fails when it is read is decoded from its file
-again, put right in place, and said. Entries are never thrown away: delete the folder to win its room back.
+again, put right in place, and said; so are all, in a run that goes on while the folder is deleted. A cache that holds all pictures
+may be read-only. Entries are never thrown away: delete the folder to win its room back.
 
 How it can mislead: a file is compared with the cache when a run starts; one that changes later is used as it was.
 """
@@ -40,7 +41,7 @@ from torch.utils.data import DataLoader, Dataset
 import gradscope
 from gradscope.console import console, progress
 from gradscope.data.content_digests import content_digests, stamp
-from gradscope.data.identity import WIDTH
+from gradscope.data.identity import ABSENT, WIDTH
 from gradscope.data.pixels import PixelPath, pixel_path
 from gradscope.paths import cache_folder
 from gradscope.types import Record
@@ -83,14 +84,22 @@ class CachedPixels:
     def levels(self, path: str) -> Tensor:
         """uint8 [3, H, W]."""
         slot, checksum = self.slots[path]
-        if self._levels is None:
-            # "c": pages are shared until written to, and nothing writes; torch would warn of a read-only array.
-            shape = max(slot for slot, _ in self.slots.values()) + 1, _bytes(self.read)
-            self._levels = np.memmap(self.file, np.uint8, "c", shape=shape)
-        stored = self._levels[slot]
-        if zlib.crc32(stored.data) != checksum:
+        stored = self._stored(slot)
+        if stored is None or zlib.crc32(stored.data) != checksum:
             return self._mended(path, slot, checksum)
         return torch.from_numpy(stored).view(3, *self.read.size)
+
+    def _stored(self, slot: int) -> NDArray[np.uint8] | None:
+        """None where the file has gone since the start."""
+        if self._levels is None:
+            shape = max(slot for slot, _ in self.slots.values()) + 1, _bytes(self.read)
+            try:
+                # "c": pages are shared until written to, and nothing writes; torch would warn of a read-only array.
+                self._levels = np.memmap(self.file, np.uint8, "c", shape=shape)
+            except (OSError, ValueError):  # no file, or a shorter one
+                return None
+        row: NDArray[np.uint8] = self._levels[slot]
+        return row
 
     def _mended(self, path: str, slot: int, checksum: int) -> Tensor:
         levels = self.read.levels(path).contiguous()
@@ -99,7 +108,8 @@ class CachedPixels:
             _write_at(self.file, slot * _bytes(self.read), data)
         self.damaged += 1
         if self.damaged & (self.damaged - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
-            console.print(f"image cache: {self.damaged} damaged, decoded again, the last for '{path}'", style="yellow", soft_wrap=True)
+            words = f"image cache: {self.damaged} damaged or gone, decoded again, the last for '{path}'"
+            console.print(words, style="yellow", soft_wrap=True, markup=False)
         return levels
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,16 +144,13 @@ def cached_pixels(paths: Sequence[str], read: PixelPath, *, workers: int = 0, sa
     before = {path: stamp(path) for path in paths}
     with progress("reading pictures' files") as advance:
         digests = content_digests(paths, advance)
-    with _locked(folder, say):
-        store = _Store(folder=folder, read=read)
-        known = store.rows()
-        wanted = {digest: path for path, digest in digests.items() if digest not in known}
-        store.announce(len(set(digests.values())), wanted, say)
-        try:
-            store.fill(wanted, before, workers)
-        except OSError as error:
-            raise ValueError(f"the image cache in '{folder}' cannot be written: {error.strerror}; {_WAYS_OUT}") from error
-        known = store.rows()
+    store = _Store(folder=folder, read=read)
+    if not store.holds(digests):
+        with _locked(folder, say):
+            store.complete(digests, before, workers, say)
+    else:
+        store.announce(digests, {}, say)  # nothing to write: a cache that may only be read will do
+    known = store.rows()
     return CachedPixels(read=read, file=store.levels, slots={path: known[digest] for path, digest in digests.items()})
 
 
@@ -152,7 +159,7 @@ _WAYS_OUT = "make room, set GRADSCOPE_CACHE to a folder elsewhere, or leave --ca
 
 @dataclass(frozen=True, kw_only=True)
 class _Store:
-    """The files of one preprocessing. Who calls ``fill`` holds the lock."""
+    """The files of one preprocessing. Who calls ``complete`` holds the lock."""
 
     folder: Path
     read: PixelPath
@@ -178,9 +185,23 @@ class _Store:
             return 0
         return min(self.index.stat().st_size // ROW, self.levels.stat().st_size // _bytes(self.read))
 
-    def announce(self, total: int, wanted: Mapping[bytes, str], say: Say) -> None:
+    def holds(self, digests: Mapping[str, bytes]) -> bool:
+        return self.rows().keys() >= set(digests.values())
+
+    def complete(self, digests: Mapping[str, bytes], before: Mapping[str, bytes], workers: int, say: Say) -> None:
+        """Puts in what is missing. Raises ValueError as ``cached_pixels`` does."""
+        known = self.rows()
+        wanted = {digest: path for path, digest in digests.items() if digest not in known}
+        self.announce(digests, wanted, say)
+        try:
+            self.fill(wanted, before, workers)
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
+
+    def announce(self, digests: Mapping[str, bytes], wanted: Mapping[bytes, str], say: Say) -> None:
         """Says how large it is. Raises ValueError if the disk has no room for it."""
-        more, free = len(wanted) * _bytes(self.read), shutil.disk_usage(self.folder).free
+        total, more = len(set(digests.values())), len(wanted) * _bytes(self.read)
+        free = shutil.disk_usage(self.folder).free if wanted else 0
         damaged = self._whole() - len(self.rows())
         size = f"{self.read.size[0]} x {self.read.size[1]}"
         to_do = f"{len(wanted):,} to decode now, {_said(more)} of {_said(free)} free" if wanted else "all decoded before"
@@ -201,7 +222,7 @@ class _Store:
             index.seek(0, os.SEEK_END)
             pictures = _decoded(list(wanted.values()), self.read, workers)
             for done, ((digest, path), picture) in enumerate(zip(wanted.items(), pictures, strict=True), start=1):
-                if stamp(path) != before[path]:
+                if digest == ABSENT or stamp(path) != before[path]:
                     raise ValueError(f"image '{path}' changed while it was read; start again once it is left alone")
                 row = digest + _checksum(picture)
                 levels.write(picture)
@@ -278,6 +299,10 @@ def _write_at(file: Path, offset: int, data: bytes) -> None:
         return
 
 
+def _unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"the image cache in '{folder}' cannot be written: {error.strerror}; {_WAYS_OUT}")
+
+
 @contextmanager
 def _locked(folder: Path, say: Say) -> Iterator[None]:
     """Raises ValueError if the folder cannot be made or written."""
@@ -290,7 +315,7 @@ def _locked(folder: Path, say: Say) -> Iterator[None]:
             say("image cache: another process is filling it; waiting until it is done")
             lock.acquire()
     except OSError as error:
-        raise ValueError(f"the image cache in '{folder}' cannot be written: {error.strerror}; {_WAYS_OUT}") from error
+        raise _unwritable(folder, error) from error
     try:
         yield
     finally:
