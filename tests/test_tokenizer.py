@@ -259,11 +259,13 @@ def test_remembered_words_are_bounded(monkeypatch):
     monkeypatch.setattr(byte_pairs, "REMEMBERED", 50)
     tokenizer = ClipTokenizer.of(SimpleTokenizer())
     random = Random(secrets.randbits(32))
-    captions = [random_text(random) for _ in range(100)] + ["y" * 65]
+    unspaced = "".join(random.choices("赤い椅子緑山", k=40))  # few characters, many ids
+    captions = [random_text(random) for _ in range(100)] + [unspaced]
     assert torch.equal(tokenizer.tokenize(captions).ids, tokenizer.source(captions))
     for known in (tokenizer.pairs.words, tokenizer.pairs.pieces):
         assert 0 < len(known) <= 50
-        assert "y" * 65 not in known
+        assert unspaced not in known
+        assert max(map(len, known.values())) <= byte_pairs.MOST_IDS
 
 
 # ---- saving, refusing

@@ -6,7 +6,8 @@ width of characters) changes nothing in printable ASCII without "&" but its case
 English captions.
 
 A word of any length costs O(n log n) where the plain merge costs O(n^2), so a caption of two million characters takes seconds, not
-days. Long pieces are not remembered, and all are forgotten when there are ``REMEMBERED`` of them.
+days. Pieces of many ids are not remembered (text without spaces is one piece, which hardly comes back), and all are forgotten when
+there are ``REMEMBERED`` of them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise
 from typing import Any
 
-#: Pieces, and words, whose ids are remembered, and the longest that is: a bound of some tens of megabytes.
-REMEMBERED, LONGEST = 200_000, 64
+#: Pieces, and words, whose ids are remembered, and the most ids of one: 45 MB for English words of random letters, some 150 MB at worst.
+REMEMBERED, MOST_IDS = 200_000, 16
 
 
 class Remembered(dict[str, list[int]]):
@@ -29,7 +30,7 @@ class Remembered(dict[str, list[int]]):
 
     def __missing__(self, piece: str) -> list[int]:
         found = self.find(piece)
-        if len(piece) <= LONGEST:
+        if len(found) <= MOST_IDS:
             if len(self) >= REMEMBERED:
                 self.clear()
             self[piece] = found
