@@ -176,7 +176,12 @@ def _setting(given: argparse.Namespace) -> tuple[Setting, list[str]]:
         raise ValueError(f"--only names {', '.join(unknown)}; the sections are {', '.join(SHARES)}")
     if given.rounds < 1 or given.budget <= 0:
         raise ValueError(f"at least 1 round and some seconds are needed; got --rounds {given.rounds} --budget {given.budget}")
-    device = torch.device(given.device)
+    try:
+        device = torch.device(given.device)
+    except RuntimeError:
+        raise ValueError(f"--device {given.device} is unknown; give cuda, cuda:1 or cpu") from None
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"--device {given.device} is no NVIDIA GPU; give cuda, cuda:1 or cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA device here; use --device cpu --tiny to see that every part runs")
     if device.type == "cpu" and not given.tiny:

@@ -21,6 +21,7 @@ one whose cache is small, moves the ratio. ClipLoss has no margin; where residua
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ def streaming(rows: Rows, **settings: Any) -> Callable[[], None]:
         found: Streamed = stream(rows.image, rows.text, rows.scale, **settings)
         found.loss.mean().backward()
         rows.said.update(
-            loss=float(found.loss.mean().detach()), shared=found.shared_share(), zeros=int(found.zero_cells), how=found.how
+            loss=float(f"{found.loss.mean().detach():.4g}"), shared=found.shared_share(), zeros=int(found.zero_cells), how=found.how
         )
         rows.clear()
 
@@ -164,6 +165,8 @@ def main() -> None:
     given = _arguments()
     if min(*given.rows, given.width, given.other_width, given.top, given.rounds) < 1:
         raise ValueError("give at least 1 row, width, top and round")
+    if given.threads < 0 or not 0 < given.scale < math.inf or not 0 <= given.noise < math.inf:
+        raise ValueError("give --threads of 0 or more, a finite --scale above 0 and a finite --noise of 0 or more")
     if given.threads:
         torch.set_num_threads(given.threads)
     with cpu_speed(torch.device("cpu"), tokens=1) as products:

@@ -31,6 +31,8 @@ gpu = load("gpu")
 from gpu_parts import models, training, watching  # noqa: E402
 from gpu_parts.setting import Clock, Setting, compare  # noqa: E402
 
+from gradscope.console import console  # noqa: E402
+
 
 def given(folder, **changes):
     settings = {"device": "cpu", "tiny": True, "only": ",".join(gpu.SHARES), "budget": 400.0, "rounds": 1, "seed": 0}
@@ -141,6 +143,13 @@ def test_host_waits_are_not_made_up():
     assert math.isnan(watching.host_syncs(setting(), lambda: None))
 
 
+def test_probes_do_not_point_to_logs_that_are_gone(capsys):
+    with watching.without_paths():
+        console.print("the probe read 2 steps; look with: gradscope diagnose gone")
+        console.print("a reading failed")
+    assert capsys.readouterr().err == "a reading failed\n"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -148,6 +157,8 @@ def test_host_waits_are_not_made_up():
         ({"rounds": 0}, "at least 1 round"),
         ({"tiny": False}, "on a CPU add --tiny"),
         ({"device": "cuda"}, "no CUDA device here"),
+        ({"device": "tpu"}, "--device tpu is unknown"),
+        ({"device": "mps"}, "--device mps is no NVIDIA GPU"),
     ],
 )
 def test_impossible_runs_are_refused(changes, words, tmp_path, monkeypatch):

@@ -66,7 +66,16 @@ def test_arms_do_the_same_work(bench):
         torch.testing.assert_close(found[one], found[other], rtol=1e-3, atol=1e-6)
 
 
-def test_impossible_sizes_are_refused(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["streaming_loss", "--output", str(tmp_path), "--rows", "0"])
-    with pytest.raises(ValueError, match="at least 1 row"):
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("rows", "0", "at least 1 row"),
+        ("scale", "-3", "a finite --scale above 0"),
+        ("noise", "nan", "noise"),
+        ("threads", "-1", "threads"),
+    ],
+)
+def test_impossible_sizes_are_refused(bench, tmp_path, monkeypatch, flag, value, words):
+    monkeypatch.setattr(sys, "argv", ["streaming_loss", "--output", str(tmp_path), f"--{flag}", value])
+    with pytest.raises(ValueError, match=words):
         bench.main()

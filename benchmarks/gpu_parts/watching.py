@@ -16,12 +16,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradscope.console import console
 from gradscope.frameworks.clip import Clip
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.probe import Probe
@@ -75,7 +77,7 @@ def _probed_rows(setting: Setting, loop: Loop) -> list[Row]:
     timed: dict[str, list[tuple[float, float]]] = {name: [] for name in CADENCES}
     syncs: dict[str, float] = {}
     order = random.Random(setting.seed)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, without_paths():
         for turn in range(setting.rounds + 1):
             plain.append(seconds_of(setting, loop.step, 1))
             for name in order.sample(list(CADENCES), len(CADENCES)):
@@ -96,6 +98,18 @@ def _row(name: str, timed: list[tuple[float, float]], plain: list[float], syncs:
     return row | {
         "watched": statistics.median(watched), "low": min(watched), "high": max(watched), "share": statistics.median(shares),
     }  # fmt: skip
+
+
+@contextmanager
+def without_paths() -> Iterator[None]:
+    """Each probe says how to look at its log, which is gone by then; what else it says is shown in the end."""
+    try:
+        with console.capture() as said:
+            yield
+    finally:
+        for line in said.get().splitlines():
+            if "gradscope diagnose" not in line:
+                console.print(line, soft_wrap=True)
 
 
 def _turn(loop: Loop, output: Path, probe_set: str, measure: Callable[[], float]) -> tuple[float, float]:

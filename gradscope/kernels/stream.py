@@ -31,7 +31,7 @@ from gradscope.kernels.backward import backward_strip
 from gradscope.kernels.cells import SEVERAL, Cells, add_pairs, constant, log_sums, make_cells, pair_cosines, positive_pairs
 from gradscope.kernels.forward import forward_strip
 from gradscope.kernels.strip import FORMS, Products, Sums, Weights
-from gradscope.kernels.triton_found import TRITON, require_triton, why_not
+from gradscope.kernels.triton_found import TRITON, require_triton, say_once, why_not
 from gradscope.objectives.margin import MARGINS
 from gradscope.types import Anchors
 
@@ -139,17 +139,20 @@ def stream(
 
 def _kernel(cells: Cells, backend: str) -> _Kernel:
     """Triton on a CUDA device that has it; else torch, which shares an exp only where the host may look at the logs (on the CPU)."""
-    cuda = cells.image.device.type == "cuda"
-    if backend in TRITON or (cuda and backend == "auto" and not why_not(cells.image)):
+    chosen = cells.image.device.type == "cuda" and backend == "auto"
+    reason = why_not(cells.image) if chosen else ""
+    if backend in TRITON or (chosen and not reason):
         require_triton(cells.image)
         from gradscope.kernels import triton_strip as strips
 
         how = TRITON.get(backend, "ieee")
         forward, backward = partial(strips.forward_strip, precision=how), partial(strips.backward_strip, precision=how)
         return _Kernel(forward=forward, backward=backward, words=strips.words(how))
-    form = "safe" if backend == "safe" or (cuda and backend == "auto") else "shared"
+    form = "safe" if backend == "safe" or chosen else "shared"
     how = "two exp per cell" if form == "safe" else "one exp per cell where its check passes"
-    how += f"; no Triton: {why_not(cells.image)}" if cuda and backend == "auto" else ""
+    if chosen:
+        say_once(reason)
+        how += f"; no Triton: {reason}"
     return _Kernel(forward=partial(forward_strip, form=form), backward=partial(backward_strip, form=form), words=f"torch blocks, {how}")
 
 

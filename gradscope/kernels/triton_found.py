@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from gradscope.console import console
 
 CAPABILITY = (8, 0)
 #: What ``stream`` calls a choice of Triton -> how it multiplies fp32 rows.
@@ -41,10 +42,13 @@ def _not_on(device: torch.device) -> str:
         return f"{device.type} is no NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-    reason = launch_fails(device) if importlib.util.find_spec("triton") else "triton is not installed"
-    if reason:
-        warnings.warn(f"the streaming loss takes torch's kernels, which are slower, and not Triton's: {reason}", stacklevel=2)
-    return reason
+    return launch_fails(device) if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+@lru_cache
+def say_once(reason: str) -> None:
+    """That a GPU goes without Triton, once for each reason."""
+    console.print(f"the streaming loss takes torch's blocks, which are slower than Triton's kernels here: {reason}", soft_wrap=True)
 
 
 def launch_fails(device: torch.device) -> str:
