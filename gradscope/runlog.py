@@ -534,7 +534,13 @@ def _cut_torn_line(path: Path) -> int:
 def _line(table: str, row: dict[str, Any]) -> str:
     missing = [name for name in COLUMNS[table] if name not in row]
     assert not missing, f"a row for {table} lacks {', '.join(missing)}"
-    return json.dumps(_plain(row), allow_nan=False, ensure_ascii=False) + "\n"
+    try:
+        return _encode(row) + "\n"
+    except (TypeError, ValueError):  # numpy's values, or a float that is not finite: few rows
+        return _encode(_plain(row)) + "\n"
+
+
+_encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, check_circular=False).encode
 
 
 def _plain(value: Any) -> Any:
