@@ -309,6 +309,9 @@ def test_splits_that_cannot_be_packed(own, tmp_path):
     (own / "no_ending").unlink()
     with pytest.raises(ValueError, match="1 of 13 pictures do not exist"):
         packed(own, tmp_path / "out")
+    shutil.copy(own / "test.jsonl", own / "train.jsonl")
+    with pytest.raises(ValueError, match="--split packs the others alone"):
+        packed(own, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     source = open_data(str(own))
     manifest = Packer(allow_missing=True, say=quiet)(source, ["test"], tmp_path / "out")

@@ -428,6 +428,9 @@ def test_ids_that_shards_share_are_told_apart(tmp_path):
     assert [r.id for r in read(tmp_path / "s").records] == ["0/000", "0", "1/000", "1", "2/000", "2"]
     tar_of(tmp_path / "t" / "0.tar", pairs(["000"]))
     assert [r.id for r in read(f"{tmp_path}/s/0.tar::{tmp_path}/t/0.tar").records] == ["s/0/000", "0", "t/0/000"]
+    for name in ("x/s/0.tar", "y/s/0.tar"):
+        tar_of(tmp_path / name, pairs(["000"]))
+    assert [r.id for r in read(f"{tmp_path}/x/s/0.tar::{tmp_path}/y/s/0.tar").records] == ["x/s/0/000", "y/s/0/000"]
 
 
 def test_empty_and_uneven_shards(tmp_path):
@@ -572,6 +575,7 @@ def test_a_folder_with_tars_and_other_data(tmp_path):
         ("https://host/x.tar?token=secret", "x"),
         ("https://host/set/shards.json", "set"),
         ("https://host/set/", "set"),
+        ("https://host:8000", "host-8000"),
         ("a/one.tar::b/two.tar::three.tar", "one-and-2-more"),
         ("my/list.v1.csv", "list.v1.csv"),
         ("scenes", "scenes"),

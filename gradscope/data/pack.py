@@ -79,7 +79,10 @@ class Packer:
         Raises:
             ValueError: no such split, pictures that are missing, an output that is taken, or no room on the disk.
         """
-        read = {split: self._records(source, split) for split in splits}
+        try:
+            read = {split: self._records(source, split) for split in splits}
+        except ValueError as error:
+            raise ValueError(f"{error}{'; --split packs the others alone' if len(set(splits)) > 1 else ''}") from error
         plan = {"source": source.name, "version": __version__, "sizes": asdict(self.sizes), "splits": _fingerprints(source, read)}
         with _alone(output):
             _claim(output, plan)

@@ -76,7 +76,7 @@ def file_label(name: str) -> str:
     stem = first.partition("?")[0].removesuffix(MANIFEST) if is_address(first) else first.removesuffix(MANIFEST)
     last = stem.rstrip("/").rpartition("/")[2]
     base = Path(stem).expanduser().resolve().name if last in ("", ".", "..") else _TAR.sub("", last)
-    plain = re.sub(r"\.\.|,", "-", re.sub(r"[{}]", "", base))[:_LONGEST_LABEL]
+    plain = re.sub(r"\.\.|[,:]", "-", re.sub(r"[{}]", "", base))[:_LONGEST_LABEL]
     return f"{plain}-and-{len(others)}-more" if others else plain
 
 

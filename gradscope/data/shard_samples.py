@@ -296,10 +296,18 @@ def _not_empty(texts: Sequence[str]) -> tuple[str, ...]:
 def _named_apart(found: Sequence[tuple[Record, str]]) -> list[Record]:
     """Ids that several shards use get the name of the shard in front."""
     count = Counter(record.id for record, _ in found)
-    tars = list(dict.fromkeys(tar for _, tar in found))
-    stems = Counter(Path(tar).stem for tar in tars)
-    label = {tar: Path(tar).stem if stems[Path(tar).stem] == 1 else f"{Path(tar).parent.name}/{Path(tar).stem}" for tar in tars}
+    label = _labels(list(dict.fromkeys(tar for record, tar in found if count[record.id] > 1)))
     return [record if count[record.id] == 1 else dataclasses.replace(record, id=f"{label[tar]}/{record.id}") for record, tar in found]
+
+
+def _labels(tars: Sequence[str]) -> dict[str, str]:
+    """As many of the last parts of their paths as tell them apart."""
+    stems = {tar: Path(tar).with_suffix("").parts for tar in tars}
+    for depth in range(1, max(map(len, stems.values()), default=0) + 1):
+        labels = {tar: "/".join(parts[-depth:]) for tar, parts in stems.items()}
+        if len(set(labels.values())) == len(tars):
+            return labels
+    return {tar: tar for tar in tars}
 
 
 def _first(keys: Sequence[str]) -> str:
