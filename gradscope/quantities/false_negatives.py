@@ -83,7 +83,8 @@ class FalseNegatives:
         identical, strings = _identical(step), _strings(step)
         pictures = remembered_cosines(step.embeddings.image, step.memo)
         images = (pictures >= SAME_IMAGE).fill_diagonal_(False)
-        values = _closeness(cosines) | _texts(step, identical, strings) | _overlap(step, cosines)
+        hardest, nearest = cosines.clone().fill_diagonal_(-2.0).max(dim=1)  # [N] of each caption among the others
+        values = _closeness(cosines, hardest) | _texts(step, identical, strings) | _overlap(step, hardest, nearest)
         values["same_image"] = (_share(images) + 0.0 * pictures.sum(), "share")
         readings = [_reading(key, value, unit) for key, (value, unit) in values.items()]
         duplicates = strings if identical is None else identical
@@ -117,10 +118,9 @@ class FalseNegatives:
         }
 
 
-def _closeness(cosines: Tensor) -> Values:
+def _closeness(cosines: Tensor, hardest: Tensor) -> Values:
     pairs = torch.cat([row[i + 1 :] for i, row in enumerate(cosines.unbind())])
     nan = 0.0 * pairs.sum()
-    hardest = _hardest(cosines)
     values: Values = {f"cosine_q{q}": (value + nan, "cosine") for q, value in zip(QUANTILES, _quantiles(pairs), strict=True)}
     values["cosine_max"] = (pairs.amax() + nan, "cosine")
     values |= {f"pairs_above_{near}": (torch.count_nonzero(pairs >= near).double() / len(pairs) + nan, "share") for near in NEAR}
@@ -152,13 +152,11 @@ def _texts(step: Step, identical: Tensor | None, strings: Tensor | None) -> Valu
     return values
 
 
-def _overlap(step: Step, cosines: Tensor) -> Values:
+def _overlap(step: Step, hardest: Tensor, nearest: Tensor) -> Values:
     words = _words(step)
     if words is None:
         return {}
     assert step.token_ids is not None
-    hardest = _hardest(cosines)
-    nearest = cosines.masked_fill(_eye(cosines), -2.0).argmax(dim=1)  # [N]
     overlap = token_overlap(step.token_ids, words, step.token_ids.index_select(0, nearest), words.index_select(0, nearest))
     nan = 0.0 * hardest.sum()
     first = overlap.gather(0, hardest.argmax().view(1))[0]
@@ -258,15 +256,6 @@ class Chosen:
 def _kept(n: int, excluded: Tensor | None) -> Tensor | int:
     """How many cells are negatives."""
     return n * (n - 1) if excluded is None else n * (n - 1) - excluded.sum()
-
-
-def _eye(matrix: Tensor) -> Tensor:
-    return torch.eye(len(matrix), dtype=torch.bool, device=matrix.device)
-
-
-def _hardest(cosines: Tensor) -> Tensor:
-    """[N] the cosine of each caption's nearest other one."""
-    return cosines.masked_fill(_eye(cosines), -2.0).amax(dim=1)
 
 
 def _share(pairs: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def _logits(head: Head, scores: Scores, gradient: Tensor) -> dict[str, Tensor]:
     if scores.excluded is not None:  # a cell outside the softmax is zero by definition
         kept = ~scores.excluded
         values["entries.logits"] = ((gradient == 0) & kept).count_nonzero().double() / kept.count_nonzero()
-    values["loss_zero_gradient_not"] = ((head.loss == 0) & gradient.any()).double()
+    values["loss_zero_gradient_not"] = ((head.loss == 0) & (values["all_zero.logits"] == 0)).double()
     for direction, part in head.direction_grads.items():
         values |= _direction(direction, part)
     return values
