@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from gradscope.kernels import triton_strip, triton_tiles
 from gradscope.kernels.cells import Cells
+from gradscope.kernels.library import library_products
 from gradscope.kernels.stream import _kernel, stream
 from gradscope.kernels.triton_found import launch_fails, say_once, why_not
 
@@ -154,6 +155,23 @@ def test_compiles_without_spills_and_without_tf32(kernel, dtype, capability, giv
 
 def test_tf32_is_there_when_asked_for(tmp_path):
     assert "tf32" in compiled(triton_tiles.sums_kernel, "fp32", "tf32", 80, tmp_path).asm["ptx"]
+
+
+@pytest.mark.parametrize(("precision", "inside"), [("ieee", "ieee"), ("ieee-tiles", "ieee"), ("tf32", "tf32")])
+@pytest.mark.parametrize("callers", ["highest", "high"])
+def test_the_callers_tf32_switch_does_not_count_and_comes_back(precision, inside, callers):
+    """The switch of CUDA's library is there without a GPU."""
+    switch, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(callers)
+        theirs = switch.fp32_precision
+        with library_products(torch.device("cuda"), precision):
+            assert switch.fp32_precision == inside
+        assert (switch.fp32_precision, torch.get_float32_matmul_precision()) == (theirs, callers)
+        with library_products(torch.device("cpu"), precision):
+            assert switch.fp32_precision == theirs
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_both_passes_have_the_same_default():

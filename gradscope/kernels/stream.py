@@ -11,8 +11,9 @@ Source: InfoNCE / CLIP (Radford et al., 2021); HN-CLIP, section 2 for the margin
 How to read it: ``Streamed.anchors`` answers what the dense readings answer from cells. Memory is O(N D + block^2); where captions of
 one group are positives of each other, some 250 bytes more for each pair of a group, and a group of n has n^2.
 How it can mislead: fp32 products of unit rows are off by some 1e-7, so logits at scale 100 by 1e-5: the values are exact for the
-products, not for infinitely precise rows. Gradients are of first order only; create_graph=True is refused. Inside torch.compile the
-passes run as they are.
+products, not for infinitely precise rows. On CUDA TF32 stays off unless ``backend`` asks for it; on the CPU products follow
+torch.set_float32_matmul_precision, whose "medium" is bf16 on some processors. Gradients are of first order only; create_graph=True is
+refused. Inside torch.compile the passes run as they are.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from gradscope.distributed import gathered, largest, rank, summed, summed_rows, 
 from gradscope.kernels.backward import backward_strip
 from gradscope.kernels.cells import SEVERAL, Cells, add_pairs, constant, log_sums, make_cells, pair_cosines, positive_pairs
 from gradscope.kernels.forward import forward_strip
+from gradscope.kernels.library import library_products
 from gradscope.kernels.strip import FORMS, Products, Sums, Weights
 from gradscope.kernels.triton_found import TRITON, require_triton, say_once, why_not
 from gradscope.objectives.margin import MARGINS
@@ -181,7 +183,7 @@ def _check_rows(image: Tensor, text: Tensor, margin_text: Tensor | None, groups:
 class _Stream(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, plan: _Plan) -> Tensor:
-        with torch.autocast(image.device.type, enabled=False):
+        with torch.autocast(image.device.type, enabled=False), library_products(image.device):
             found = plan.kernel.forward(plan.cells, scale.detach(), plan.strip, top=plan.top)
         cosines = pair_cosines(plan.cells.image, plan.cells.text, plan.pairs) - plan.constant  # off them instead of on every negative
         logits = scale.detach().double() * cosines
@@ -204,7 +206,7 @@ class _Stream(torch.autograd.Function):
         scale, logits, cosines, *logs = ctx.saved_tensors[:7]
         g = grad.double() / 2
         image, text, along = ctx.needs_input_grad[:3]
-        with torch.autocast(grad.device.type, enabled=False):
+        with torch.autocast(grad.device.type, enabled=False), library_products(grad.device):
             found = plan.kernel.backward(
                 plan.cells, scale, plan.strip, _weights(g, logs, plan.strip), rows=image or along, columns=text
             )

@@ -48,7 +48,7 @@ def _not_on(device: torch.device) -> str:
 @lru_cache
 def say_once(reason: str) -> None:
     """That a GPU goes without Triton, once for each reason."""
-    console.print(f"the streaming loss takes torch's blocks, which are slower than Triton's kernels here: {reason}", soft_wrap=True)
+    console.print(f"the streaming loss takes torch's blocks and not Triton's kernels: {reason}", soft_wrap=True)
 
 
 def launch_fails(device: torch.device) -> str:

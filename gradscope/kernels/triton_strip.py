@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from gradscope.kernels.cells import Cells
+from gradscope.kernels.library import library_products
 from gradscope.kernels.strip import Products, Sums, Weights
 from gradscope.kernels.triton_found import DTYPES
 from gradscope.kernels.triton_tiles import cells_kernel, sums_kernel
@@ -90,7 +91,7 @@ def forward_strip(
     launch = _Launch.of(cells, scale, precision, tiles)
     rows, columns, best = [], _Running(len(cells), scale.device), []
     stored = launch.by_library or top > 0
-    with _library(scale.device, precision):
+    with library_products(scale.device, precision):
         for part in launch.tiles.runs(strip, len(cells), CELLS if stored else SUMMED_CELLS):
             block = _product(cells.queries(part), launch.keys.T) if stored else None
             row, column = launch.sums(part, block if launch.by_library else None)
@@ -128,7 +129,7 @@ def backward_strip(
     down = torch.zeros_like(cells.text, dtype=torch.float32)
     image, text = cells.image.to(launch.factors), cells.text.to(launch.factors)
     along, zeros = [], []
-    with _library(scale.device, precision):
+    with library_products(scale.device, precision):
         for part in launch.tiles.runs(strip, len(cells), CELLS):
             own = slice(part.start - strip.start, part.stop - strip.start)
             block, of_along, of_zeros = launch.cells_of(part, own, shares)
@@ -300,18 +301,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total += _product(a, b)
-
-
-@contextmanager
-def _library(device: torch.device, precision: str) -> Iterator[None]:
-    """Sets cuBLAS to the precision asked for, whatever the caller's switches say, and puts them back."""
-    if device.type != "cuda":
-        yield
-        return
-    switch = torch.backends.cuda.matmul
-    before = switch.fp32_precision
-    switch.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-    try:
-        yield
-    finally:
-        switch.fp32_precision = before
