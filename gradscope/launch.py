@@ -6,7 +6,7 @@
 The processes speak with one voice: the first rank prints, the others are silent. Whichever fails first says why, whichever rank it is;
 the others, who only see it gone, end without a word. Nothing here imports torch before it is needed, and one process is left alone.
 
-How it can mislead: a process that is killed (kill -9, out of memory) says nothing; then the others say that one is gone, and torchrun
+How it can mislead: a process that is killed (kill -9, out of memory) says nothing; then another says that one is gone, and torchrun
 names it. A collective that is waited for longer than ``TIMEOUT`` ends the run; with NCCL whoever waits in one can only be killed.
 """
 
@@ -44,7 +44,12 @@ STOPPED = (
 
 _store: Any = None
 _said = False
+_told_to_stop = False
 _voice: IO[str] | None = None
+
+
+class Lost(ValueError):
+    """Another process of this run has ended."""
 
 
 class _Stopped(BaseException):
@@ -57,29 +62,35 @@ def together() -> bool:
 
 
 def only_first_speaks() -> None:
-    """From now on only the first rank writes to the terminal. Called once, when the program starts."""
+    """From now on only the first rank writes to the terminal. Called once, when the program starts and before torch is imported."""
     global _voice, _said
     _said = False
-    if together() and int(os.environ["RANK"]) > 0:
+    if not together():
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost connection is told in frames of C++, by each process
+    if int(os.environ["RANK"]) > 0:
         _voice = sys.stderr
         sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
-def speak_up() -> bool:
-    """Whether this process is the one to say why the run failed: the first of all that asks; then its stderr is heard again."""
+def speak_up(*, lost: bool = False) -> bool:
+    """Whether this process is the one to say why the run failed: the first of all that asks; then its stderr is heard again.
+
+    ``lost``: all it has to say is that another one is gone.
+    """
     global _said
-    first = not _said and (not together() or _first_to_fail())
+    first = not _said and (not together() or _first_to_fail(lost))
     _said = True
     if first and _voice is not None:
         sys.stderr = _voice
     return first
 
 
-def _first_to_fail() -> bool:
+def _first_to_fail(lost: bool) -> bool:
     try:
         return bool(_meeting_place().add("gradscope/failed", 1) == 1)
-    except Exception:  # the process that kept the list is gone: it has said why
-        return int(os.environ["RANK"]) == 0
+    except Exception:  # the first rank kept the list and is gone: with a word about what ails us too, or killed without one
+        return int(os.environ["RANK"]) == (1 if lost else 0)
 
 
 def _meeting_place() -> Any:
@@ -99,7 +110,8 @@ def processes(device: torch.device) -> Iterator[None]:
         device: of this process, by ``gradscope.encoders.load.resolve_device``.
 
     Raises:
-        ValueError: they do not meet, one of them is lost, or this one was told to stop.
+        Lost: another one has ended.
+        ValueError: they do not meet, or this one was told to stop.
     """
     if not together():
         yield
@@ -114,19 +126,37 @@ def processes(device: torch.device) -> Iterator[None]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     signal_before = _on_sigterm()
     try:
-        store = dist.PrefixStore("gradscope", _meeting_place())
+        store = _met(rank, size)
         dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=rank, world_size=size)
         yield
         dist.destroy_process_group()  # after a failure the others are not there to take part
-    except _Stopped:
-        raise ValueError(STOPPED) from None
-    except RuntimeError as error:
+    except (_Stopped, RuntimeError) as error:
+        if _told_to_stop:  # what is raised while files are closed, as by the end of a process that decodes, is no other reason
+            raise ValueError(STOPPED) from None
         if not _is_lost(error):
             raise
-        raise ValueError(LOST) from error
+        raise Lost(LOST) from error
     finally:
         if signal_before is not None:
             signal.signal(signal.SIGTERM, signal_before)
+
+
+def _met(rank: int, size: int) -> Any:
+    """The place where all have been: a process that ended on its way is missed after ``MEETING``, not after ``TIMEOUT``."""
+    import torch.distributed as dist
+
+    try:
+        store = dist.PrefixStore("gradscope", _meeting_place())
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{other}" for other in range(size)], MEETING)
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(
+            f"the {size} processes of this run did not meet at {place} within {MEETING.total_seconds() / 60:g} minutes: one has ended "
+            "(look for its reason above or in the other nodes' output) or was not started, or this address cannot be reached from its "
+            "node, or its port is taken"
+        ) from error
+    return store
 
 
 def own_gpu(device: torch.device) -> torch.device:
@@ -148,7 +178,7 @@ def own_gpu(device: torch.device) -> torch.device:
     return torch.device("cuda", own)
 
 
-def _is_lost(error: RuntimeError) -> bool:
+def _is_lost(error: BaseException) -> bool:
     import torch.distributed as dist
 
     words = str(error).lower()
@@ -159,11 +189,14 @@ def _on_sigterm() -> Any:
     """A stop that unwinds: files are closed and the message is said. None outside the main thread, where no handler can be set."""
     if threading.current_thread() is not threading.main_thread():
         return None
-    owner = os.getpid()
+    global _told_to_stop
+    _told_to_stop, owner = False, os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a process that decodes pictures has inherited this
             os._exit(128 + number)
+        global _told_to_stop
+        _told_to_stop = True
         raise _Stopped
 
     return signal.signal(signal.SIGTERM, stop)

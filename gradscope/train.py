@@ -392,10 +392,12 @@ def _broken(encoder: DualEncoder) -> list[str]:
 
 
 def _end(message: str, log: RunLog | SilentLog) -> NoReturn:
+    """Of several ranks all come here, since all have the same loss and weights, and none leaves before the first has written: the
+    first that is gone has the others ended."""
     kept = log.checkpoints()
     message += f". The last checkpoint is kept: {kept[-1]}" if kept else ". No checkpoint had been written yet"
     log.console(message)
-    raise FloatingPointError(message)
+    raise FloatingPointError(shared(message))
 
 
 def report_failures(reader: StepReader, log: RunLog | SilentLog) -> None:

@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from gradscope import launch
 from gradscope.cli import app, main
 from gradscope.data.batching import epoch_order
 from gradscope.recipe import resolve
@@ -27,27 +30,29 @@ FORKS.set_forkserver_preload(["gradscope.train", "gradscope.gallery", "open_clip
 PATIENCE = 60  # seconds
 
 
-def speak(rank: int, size: int, port: int, words: list[str], heard: Path) -> None:
+def speak(rank: int, size: int, port: int, words: list[str], heard: Path, meeting: float) -> None:
     """A process as torchrun or srun would start it; what it writes goes to a file."""
     with (heard / f"out-{rank}").open("wb") as out, (heard / f"err-{rank}").open("wb") as err:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    launch.MEETING = timedelta(seconds=meeting)
     sys.argv = ["gradscope", *words]
     main()
 
 
 class Together:
-    """Two processes of one command."""
+    """Two processes of one command, or of one command each."""
 
-    def __init__(self, words: list[str], heard: Path) -> None:
+    def __init__(self, words: list[str], heard: Path, *, second: list[str] | None = None, meeting: float = PATIENCE) -> None:
         heard.mkdir()
         self.heard = heard
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.ranks = [FORKS.Process(target=speak, args=(rank, 2, port, words, heard)) for rank in range(2)]
+        told = [words, second or words]
+        self.ranks = [FORKS.Process(target=speak, args=(rank, 2, port, told[rank], heard, meeting)) for rank in range(2)]
         for process in self.ranks:
             process.start()
 
@@ -68,17 +73,24 @@ def base(scenes: Path, encoder: Path) -> list[str]:
     return ["train", "--data", str(scenes), "--encoder", str(encoder), "--device", "cpu", "--batch-size", "8"]
 
 
-def test_torchrun_trains_a_locked_tower_with_checkpointing(scenes_folder, small_encoder, tmp_path):
-    """D05: an unfinished reduction would show at the second step."""
+def until(seen: Callable[[], bool]) -> None:
+    for _ in range(20 * PATIENCE):
+        if seen():
+            return
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchrun(scenes_folder, small_encoder, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """The real command, which imports everything anew in each process: it does so beside the other tests of this file."""
+    folder = tmp_path_factory.mktemp("torchrun")
     words = [*base(scenes_folder, small_encoder), "--freeze", "image", "--grad-checkpointing", "--max-steps", "3", "--log-grads"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "gradscope", *words, "--output", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("validation R@1") == 1
-    assert done.stderr.count("8 rows a micro-batch, 4 on each of 2 ranks") == 1
-    assert Run(tmp_path / "run").steps["step"].tolist() == [1, 2, 3]
-    assert Run(tmp_path / "run").done
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "gradscope", *words, "--output", str(folder / "run")]
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        started = subprocess.Popen(command, stdout=out, stderr=err)
+    yield started, folder
+    started.terminate()  # only where it was not waited for
 
 
 def test_eval_speaks_once_and_says_what_one_process_says(scenes_folder, small_encoder, tmp_path):
@@ -95,28 +107,32 @@ def test_eval_speaks_once_and_says_what_one_process_says(scenes_folder, small_en
     assert second == ""
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--batch-size", "7"], "cannot be dealt evenly to 2 of them; use 6 or 8"),
-        (["--device", "cuda:0"], "torch sees no CUDA device"),
-    ],
-)
-def test_what_all_ranks_refuse_is_said_once(scenes_folder, small_encoder, tmp_path, more, message):
-    together = Together([*base(scenes_folder, small_encoder), *more, "--output", str(tmp_path / "run")], tmp_path / "heard")
-    assert together.ended() == [2, 2]
-    words = "".join(together.said("err"))
-    assert words.count("gradscope:") == 1
-    assert message in words
-    assert "Traceback" not in words
+def test_what_all_ranks_refuse_is_said_once(scenes_folder, small_encoder, tmp_path):
+    """By the one that speaks first, be it a setting, an option that does not exist, a device or a command for one process."""
+    train = [*base(scenes_folder, small_encoder), "--output", str(tmp_path / "run")]
+    cases = {
+        "cannot be dealt evenly to 2 of them; use 6 or 8": [*train, "--batch-size", "7"],
+        "torch sees no CUDA device": [*train, "--device", "cuda:0"],
+        "No such option: --bach-size": [*train, "--bach-size", "8"],
+        "sweep runs as one process; only train, eval": ["sweep", "--output", str(tmp_path / "sweep")],
+    }
+    started = [Together(words, tmp_path / f"heard-{number}") for number, words in enumerate(cases.values())]
+    for message, together in zip(cases, started, strict=True):
+        assert together.ended() == [2, 2]
+        said = "".join(together.said("err"))
+        assert said.count("gradscope:") + said.count("Usage: gradscope") == 1, said
+        assert message in said
+        assert "Traceback" not in said
 
 
-def test_a_command_for_one_process_is_refused(tmp_path):
-    together = Together(["sweep", "--output", str(tmp_path / "sweep")], tmp_path / "heard")
+def test_a_rank_that_does_not_come_is_missed_and_says_why(scenes_folder, small_encoder, tmp_path):
+    """Its command line was wrong; nobody ends the first one, which waits for it."""
+    words = [*base(scenes_folder, small_encoder), "--output", str(tmp_path / "run")]
+    together = Together(words, tmp_path / "heard", second=[*words, "--bach-size", "8"], meeting=5)
     assert together.ended() == [2, 2]
-    said = "".join(together.said("err"))
-    assert said.count("gradscope:") == 1
-    assert "sweep runs as one process; only train, eval" in said
+    first, second = together.said("err")
+    assert "No such option: --bach-size" in second
+    assert "gradscope:" not in first
 
 
 def test_an_error_of_one_rank_ends_both_with_its_message(scenes_folder, small_encoder, tmp_path):
@@ -139,34 +155,31 @@ def test_an_error_of_one_rank_ends_both_with_its_message(scenes_folder, small_en
 
 
 def test_when_a_rank_is_killed_the_other_says_so_and_the_run_goes_on_later(scenes_folder, small_encoder, tmp_path):
-    words = [*base(scenes_folder, small_encoder), "--checkpoint-every", "2", "--epochs", "500", "--output", str(tmp_path / "run")]
-    together = Together(words, tmp_path / "heard")
-    for _ in range(10 * PATIENCE):
-        if (tmp_path / "run" / "checkpoints" / "step-000002").is_dir():
-            break
-        time.sleep(0.1)
-    os.kill(together.ranks[1].pid or 0, signal.SIGKILL)
-    start = time.monotonic()
-    assert together.ended() == [2, -9]
-    assert time.monotonic() - start < PATIENCE / 2
-    first, second = together.said("err")
-    assert first.count("gradscope:") == 1
-    assert "another process of this run has ended" in first
-    assert "--resume" in first
-    assert second == ""
-    assert Run(tmp_path / "run").checkpoints()
-    assert not Run(tmp_path / "run").done
+    """The second, and the first, which is the meeting place."""
+    words = [*base(scenes_folder, small_encoder), "--checkpoint-every", "2", "--epochs", "500", "--output"]
+    runs = [tmp_path / f"run-{victim}" for victim in range(2)]
+    started = [Together([*words, str(run)], tmp_path / f"heard-{victim}") for victim, run in enumerate(runs)]
+    for victim, (run, together) in enumerate(zip(runs, started, strict=True)):
+        until(lambda run=run: any((run / "checkpoints").glob("step-*")))
+        os.kill(together.ranks[victim].pid or 0, signal.SIGKILL)
+        start = time.monotonic()
+        assert together.ended() == ([-9, 2] if victim == 0 else [2, -9])
+        assert time.monotonic() - start < PATIENCE / 2
+        said = together.said("err")
+        assert said[1 - victim].count("gradscope:") == 1
+        assert "another process of this run has ended" in said[1 - victim]
+        assert "--resume" in said[1 - victim]
+        assert "gradscope:" not in said[victim]
+        assert Run(run).checkpoints()
+        assert not Run(run).done
 
 
 def test_a_rank_that_is_told_to_stop_closes_the_run(scenes_folder, small_encoder, tmp_path):
     """SIGTERM, as torchrun sends it to all when one has failed, and Slurm when the time is up."""
     words = [*base(scenes_folder, small_encoder), "--epochs", "500", "--output", str(tmp_path / "run")]
     together = Together(words, tmp_path / "heard")
-    for _ in range(10 * PATIENCE):
-        steps = tmp_path / "run" / "steps.jsonl"
-        if steps.is_file() and len(steps.read_text().splitlines()) > 2:
-            break
-        time.sleep(0.1)
+    steps = tmp_path / "run" / "steps.jsonl"
+    until(lambda: steps.is_file() and len(steps.read_text().splitlines()) > 2)
     for process in together.ranks:
         process.terminate()
     assert together.ended() == [2, 2]
@@ -174,3 +187,15 @@ def test_a_rank_that_is_told_to_stop_closes_the_run(scenes_folder, small_encoder
     assert said.count("gradscope:") == 1
     assert "told to stop (SIGTERM)" in said or "another process of this run has ended" in said
     assert "Traceback" not in said
+
+
+def test_torchrun_trains_a_locked_tower_with_checkpointing(torchrun):
+    """D05: an unfinished reduction would show at the second step."""
+    started, folder = torchrun
+    code = started.wait(2 * PATIENCE)
+    said = (folder / "err").read_text()
+    assert code == 0, said
+    assert (folder / "out").read_text().count("validation R@1") == 1
+    assert said.count("8 rows a micro-batch, 4 on each of 2 ranks") == 1
+    assert Run(folder / "run").steps["step"].tolist() == [1, 2, 3]
+    assert Run(folder / "run").done

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder
 from gradscope.evaluate import evaluate
 from gradscope.recipe import Recipe, Train, resolve
-from gradscope.runlog import Run, comparable
+from gradscope.runlog import Run, RunLog, comparable
 from gradscope.training_data import training_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -133,6 +134,7 @@ def two(scenes: Path, encoder: Path, dropout: Path, folder: Path) -> None:
             if distributed.rank() == 0:
                 broken_off(folder / name, folder / f"{name} again")
         run(settings, folder / f"{name} again", optimizer=None, resume=True)
+    a_loss_that_is_no_number(scenes, encoder, folder / "nan")
 
 
 def the_layer() -> None:
@@ -180,6 +182,22 @@ def other_records(scenes: Path, encoder: Path) -> None:
     data = training_data(recipe(scenes, encoder, {"data.train_split": split}))
     with pytest.raises(ValueError, match="processes 1 read other records than process 0"):
         check_same_records(data)
+
+
+def a_loss_that_is_no_number(scenes: Path, encoder: Path, output: Path) -> None:
+    """The first rank is slow to write; no other leaves before, since torchrun would then end the first one."""
+    write = RunLog.write_steps
+
+    def slowly(log: RunLog, rows: Any) -> None:
+        time.sleep(0.3)
+        write(log, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunLog, "write_steps", slowly)
+        with pytest.raises(FloatingPointError, match="the loss of step 2 is nan; first non-finite parameter"):
+            run(recipe(scenes, encoder, {"train.lr": 1e38}), output, optimizer=None)
+    assert Run(output).steps["step"].tolist() == [1, 2]
+    assert "the loss of step 2 is nan" in (output / "console.log").read_text()
 
 
 def embed_five(scenes: Path, encoder: Path, folder: Path) -> None:

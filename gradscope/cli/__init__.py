@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
 
@@ -25,8 +26,10 @@ from gradscope.cli.train import train
 from gradscope.cli.watch import watch
 from gradscope.cli.what_if import what_if
 from gradscope.cli.zeros import zeros
-from gradscope.launch import only_first_speaks, speak_up, together
+from gradscope.launch import Lost, only_first_speaks, speak_up, together
 
+#: What typer finds wrong with a command line: the parent of all such errors, which it does not export itself.
+UsageError: Any = typer.BadParameter.__base__
 #: Typer answers Ctrl-C with this code and no word.
 INTERRUPTED = 130
 #: What to do after Ctrl-C, of commands that have nothing to go on from.
@@ -92,9 +95,12 @@ def main() -> None:
     only_first_speaks()
     try:
         _refuse_several(sys.argv[1:])
-        app()
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        _say_usage(error)
+        sys.exit(2)
     except (ValueError, FloatingPointError) as error:
-        _say(str(error))
+        _say(str(error), lost=isinstance(error, Lost))
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
@@ -102,13 +108,12 @@ def main() -> None:
             raise
         _say(f"'{error.filename}' cannot be read or written: {error.strerror}; check the path and its rights")
         sys.exit(2)
-    except SystemExit as end:
-        if end.code == INTERRUPTED:
-            _say(f"stopped; {_go_on(sys.argv[1:])}.")
-        raise
     except Exception:
         speak_up()
         raise
+    if code == INTERRUPTED:
+        _say(f"stopped; {_go_on(sys.argv[1:])}.")
+    sys.exit(code)
 
 
 def _refuse_several(words: list[str]) -> None:
@@ -118,11 +123,18 @@ def _refuse_several(words: list[str]) -> None:
         raise ValueError(f"{words[0]} runs as one process; only {several} work on several (torchrun). Start it without torchrun")
 
 
-def _say(line: str) -> None:
+def _say(line: str, *, lost: bool = False) -> None:
     from gradscope.console import console
 
-    if speak_up():
+    if speak_up(lost=lost):
         console.print(f"gradscope: {line}", soft_wrap=True)
+
+
+def _say_usage(error: Any) -> None:
+    from typer.rich_utils import rich_format_error
+
+    if speak_up():
+        rich_format_error(error)
 
 
 def _go_on(words: list[str]) -> str:
