@@ -82,6 +82,7 @@ def _source(module: pkgutil.ModuleInfo) -> str:
 
 def unknown_name(kind: str, name: str, known: list[str]) -> str:
     """One sentence: what was given, what is nearest, what is allowed."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    by_letters = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(name.lower(), by_letters, n=1, cutoff=0.6)
+    hint = f" Did you mean '{by_letters[near[0]]}'?" if near else ""
     return f"unknown {kind} '{name}'.{hint} Known: {', '.join(known) or 'none'}."

@@ -68,6 +68,29 @@ def test_a_wrong_argument_is_refused_at_once(run):
     )
 
 
+def test_a_mistyped_encoder_is_refused_before_open_clip_is_imported(run):
+    """Its import takes longer than torch's."""
+    heavy = HEAVY.replace("torch ", "", 1)
+    run(
+        (heavy, ["train", "--encoder", "tinny", "--data", "scenes", "--output", "x"]),
+        (heavy, ["eval", "vit-b-33:openai", "--data", "scenes"]),
+    )
+
+
+def test_names_of_models_are_open_clips_own():
+    from gradscope.encoders.load import architectures
+
+    before = subprocess.run(
+        [sys.executable, "-c", "from gradscope.encoders.load import architectures; print(*architectures())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    import open_clip
+
+    assert sorted(before) == sorted(open_clip.list_models()) == sorted(architectures())
+
+
 def test_tables_and_figures_from_files_need_no_torch(run, tmp_path: Path):
     table = tmp_path / "widths.csv"
     rows = [f"{width},{batch},{random.gauss(-3, 1)}" for width in (16, 32, 64) for batch in range(5)]

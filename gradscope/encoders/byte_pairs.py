@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise
 from typing import Any
 
-#: Pieces, and words, whose ids are remembered, and the most ids of one: 45 MB for English words of random letters, some 150 MB at worst.
+#: Pieces, and words, whose ids are remembered, and the most ids of one: 90 MB for words of random letters, some 150 MB at worst.
 REMEMBERED, MOST_IDS = 200_000, 16
 
 

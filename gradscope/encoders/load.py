@@ -20,7 +20,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -290,18 +292,12 @@ def _say(line: str, style: str = "yellow") -> None:
 
 def from_open_clip(name: str) -> DualEncoder:
     """An open_clip name with a tag after a colon, or hf-hub:org/repo."""
-    import open_clip
-
     hub = name.startswith("hf-hub:")
     architecture, _, tag = (name, "", "") if hub else name.partition(":")
-    if not hub and open_clip.get_model_config(architecture.replace("/", "-")) is None:
-        from gradscope.registry import unknown_name
+    if not hub:
+        _refuse_unknown(name, architecture)
+    import open_clip
 
-        known = ["tiny", "longclip-L", "longclip-B", *open_clip.list_models()]
-        message = unknown_name("encoder", name, known)
-        if sentence_folder(name) is not None:
-            raise ValueError(f"'{name}' encodes text only, and an image tower is needed here too; give a dual encoder such as tiny")
-        raise ValueError(message.split(" Known:")[0] + " Give tiny, a run, a folder, longclip-L, or an open_clip NAME:TAG.")
     quick = not hub and trained_with_quick_gelu(architecture, tag)
     try:
         with _quiet():
@@ -329,6 +325,29 @@ def from_open_clip(name: str) -> DualEncoder:
     if not hub and not tag:
         config["gradscope"]["layout"] = "RANDOM weights"
     return _checked(model, make_tokenizer(config), _full_config(model, config), name)
+
+
+def _refuse_unknown(name: str, architecture: str) -> None:
+    known = architectures()
+    if architecture.replace("/", "-") in known:
+        return
+    if sentence_folder(name) is not None:
+        raise ValueError(f"'{name}' encodes text only, and an image tower is needed here too; give a dual encoder such as tiny")
+    from gradscope.registry import unknown_name
+
+    message = unknown_name("encoder", name, ["tiny", *LONGCLIP, *known])
+    raise ValueError(message.split(" Known:")[0] + " Give tiny, a run, a folder, longclip-L, or an open_clip NAME:TAG.")
+
+
+def architectures() -> list[str]:
+    """open_clip's model names. Read off its files where it is not imported, which takes seconds that a mistyped name need not wait."""
+    if "open_clip" in sys.modules:
+        import open_clip
+
+        return list(open_clip.list_models())  # and what a caller added
+    spec = find_spec("open_clip")
+    folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    return sorted(file.stem for folder in folders for file in folder.glob("model_configs/*.json"))
 
 
 def trained_with_quick_gelu(architecture: str, tag: str) -> bool:
