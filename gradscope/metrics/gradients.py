@@ -46,15 +46,23 @@ def max_abs(gradient: Gradient) -> Tensor:
 def squared_parts(gradient: Gradient, unit: Tensor) -> Tensor:
     """Per tensor, the sum of squares of g / unit, float64 [tensors]; 0 for absent ones. ``unit`` [] is ``max_abs`` (0 gives 0)."""
     safe = torch.where(unit == 0, torch.ones_like(unit), unit).double()
-    zero = torch.zeros((), dtype=torch.float64, device=unit.device)
-    return torch.stack([zero if g is None else _squares(g, safe) for g in gradient])
+    zero = [torch.zeros((), dtype=torch.float64, device=unit.device)]
+    mixed = any(g.dtype == torch.float64 for g in present(gradient))  # then each is divided on its own
+    norms = [zero if g is None else _norms(g, safe if mixed else None) for g in gradient]
+    stacked = torch.stack([norm for some in norms for norm in some])  # few operations for all: most have one piece
+    squares = (stacked if mixed else stacked / safe).square()
+    if len(squares) == len(norms):
+        return squares
+    return torch.stack([some.sum() for some in squares.split(list(map(len, norms)))])
 
 
-def _squares(tensor: Tensor, unit: Tensor) -> Tensor:
-    if tensor.dtype == torch.float64:
-        return torch.stack([torch.linalg.vector_norm(piece / unit) for piece in pieces(tensor)]).square().sum()
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces(tensor)]
-    return (torch.stack(norms) / unit).square().sum()
+def _norms(tensor: Tensor, unit: Tensor | None) -> list[Tensor]:
+    """Of each piece, [] float64; in units of ``unit`` where one is given, as float64 entries need it."""
+    some = pieces(tensor) if tensor.numel() > PIECE else (tensor.detach(),)
+    if unit is not None and tensor.dtype == torch.float64:
+        return [torch.linalg.vector_norm(piece / unit) for piece in some]
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in some]
+    return norms if unit is None else [norm / unit for norm in norms]
 
 
 def _unit(gradient: Gradient) -> Tensor:
