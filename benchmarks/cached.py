@@ -1,7 +1,7 @@
 """What cached accumulation costs: 8 micro-batches of 16 in one softmax of 128, against one batch of 128 and against plain pieces.
 
     python benchmarks/cached.py --output runs/bench_cached
-    python benchmarks/cached.py --model ViT-B-32 --rounds 3 --output runs/bench_cached_b32
+    python benchmarks/cached.py --model ViT-B-32 --count 4 --size 4 --rounds 3 --output runs/bench_cached_b32     # some minutes
 
 Forward, loss and backward, no optimizer; HN at gamma 0.5; random pictures and token ids; the encoder ``tiny``, or any of open_clip's
 models with random weights. Arms:
@@ -12,7 +12,9 @@ models with random weights. Arms:
 How to read it: ``floor`` is cached's share of work, (4 k - 1) / (3 k) for k pieces where a backward costs two forwards. A ratio below
 it says that small pieces suit this machine's caches better than the whole batch, as the ratio of ``narrow`` shows alone. ``gradient``
 is the largest over parameters of |cached - one batch| / |one batch|, both fp32. How it can mislead: pictures lie in memory already, so
-decoding, which both would pay once, is left out; on a GPU that the small piece leaves idle, pieces cost more than here.
+decoding, which both would pay once, is left out; on a GPU that the small piece leaves idle, pieces cost more than here; and where other
+work holds the cores, threads wait for each other at every small operation, which pieces have more of: keep ``--threads`` below the idle
+cores (on 2026-11-30, 2 threads beside eight other processes: 63 s against 13 s for what takes the same time alone).
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="tiny", help="tiny, or a model of open_clip, which gets random weights")
     parser.add_argument("--count", type=int, default=8, help="micro-batches")
     parser.add_argument("--size", type=int, default=16, help="rows of a micro-batch")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args()
 

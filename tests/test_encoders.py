@@ -47,7 +47,7 @@ def batch(small_encoder, scenes_folder) -> Batch:
 def caption_of(tokens: int, encoder: DualEncoder, random: Random) -> str:
     """A caption of exactly ``tokens`` content tokens."""
     caption = " ".join(random.choice(WORDS) for _ in range(tokens))
-    assert len(encoder.tokenizer.encode(caption)) == tokens
+    assert len(encoder.tokenizer.contents([caption])[0]) == tokens
     return caption
 
 
