@@ -40,7 +40,7 @@ def recorded_by(quantity: str, key: str, recipe: Mapping[str, Any], *, kind: str
     there = probe.get("set", "full") if own else probe.get("set", "default")
     wider = SETS.index(needed) > SETS.index(there) if there in SETS else False
     words = _flags(quantity, key, probe, needed, wider) if own else _arguments(quantity, key, needed, wider)
-    if streamed and quantity in NEED_CELLS:
+    if streamed and (quantity in NEED_CELLS or key.startswith(("positive_zero", "loss_zero"))):
         words.append("--kernel dense" if own else 'Probe(kernel="dense")')
     return f"{' and '.join(words)} record{'s' * (len(words) == 1)} it" if words else ""
 

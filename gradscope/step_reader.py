@@ -336,6 +336,7 @@ class StepReader:
             passed=passed,
             rows=opened.observed.rows,
             groups=opened.observed.groups,
+            own_loss=bool(opened.terms),
         )
 
     def _structural(self, token_ids: Tensor | None) -> Mapping[str, Tensor]:

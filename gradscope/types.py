@@ -221,5 +221,6 @@ class Step:
     micro_losses: Tensor | None = None  # [micro-batches]
     before: Sequence[Tensor] | None = None
     groups: Tensor | None = None  # int64 [N]; of a streamed softmax: equal numbers are no negatives of each other
+    own_loss: bool = False  # whether the loop trains with gradscope's own loss, so in the form that the heads have
     frozen_entries: int = 0  # entries of parameters that do not train, and so are not in ``parameters``
     memo: dict[Any, Any] = field(default_factory=dict)  # what several quantities share: ``metrics.gradients.statistics``

@@ -204,6 +204,12 @@ def _state(summary: Summary) -> str:
 
 def _zero_lines(zeros: dict[str, float]) -> list[str]:
     """What is known of zeros; the smaller probe sets read fewer of them, or none."""
+    if "loss_zero_gradient_not" not in zeros and "entries.embeddings" in zeros:
+        return [
+            f"Zeros: at the embeddings {zeros['entries.embeddings']:.1%} of the entries are exactly 0; whole gradient exactly 0 "
+            f"{_share(zeros.get('all_zero.parameters'))}. Whether the loss lost its pull was not read, since its softmax was read "
+            "streamed: kernel dense does."
+        ]
     if "loss_zero_gradient_not" not in zeros:
         return ["Zeros were not counted: --probe-set default counts them up to the embeddings, full over all parameters."]
     lost = (zeros["positive_zero.i2t"] + zeros["positive_zero.t2i"]) / 2

@@ -153,6 +153,8 @@ def test_in_a_foreign_loop(normalise: bool) -> None:
     assert {("hooks", "hn", "agreement"), ("loss", "hn", "true"), ("gap", "", "mean.t2i")} <= set(streamed) < set(dense)
     assert not {key: (dense[key], streamed[key]) for key in streamed if not close(streamed[key], dense[key], 2e-5)}
     assert streamed["hooks", "infonce", "agreement"] == pytest.approx(1, abs=1e-6)
+    assert ("zeros", "infonce", "entries.logits") in streamed
+    assert not [key for _, _, key in streamed if key.startswith(("positive_zero", "loss_zero"))], "the loop's loss has another form"
 
 
 def test_an_unknown_kernel_is_refused_at_once() -> None:
@@ -338,3 +340,13 @@ def test_a_probed_step_at_width_8192_holds_no_matrix() -> None:
     done = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 250  # MiB; one fp32 matrix would be 256
+
+
+def test_the_verdict_on_a_foreign_loop_read_streamed_says_what_it_cannot_know(tmp_path: Path) -> None:
+    encoder = Toy()
+    with Probe(encoder, output=tmp_path / "run", kernel="streaming", probe_set="default", every=1) as probe:
+        embeddings = encoder.embed(toy_batch(7, 1))
+        probe.watch(embeddings.image, embeddings.text, embeddings.scale)
+        total_loss(Clip(kernel="dense")(embeddings)).backward()
+        torch.optim.SGD(encoder.parameters(), lr=0.1).step()
+    assert any("Whether the loss lost its pull was not read" in line for line in sentences(summarise(tmp_path / "run")))

@@ -15,7 +15,7 @@ Counted on the very fp32 tensors of the measured batch (count_nonzero; denormals
 
 Where the softmax is streamed its kernel counts the negatives' cells block by block, a loss scale included; the positives' follow from
 the residuals. rows.logits and row_sum are left out there, and positive_zero is 0 by the form of the loss: the pull is the sum of the
-pushes, formed before either is rounded.
+pushes, formed before either is rounded. A loop that is not ours has a loss of another form: there (iii) and (iv) are left out too.
 
 Source: paper facts, section 7.1. How it can mislead: a raw zero share is dominated by structure (99 % of a stock token embedding);
 fp32 saturation alone needs a logit gap of about 100 before an entry is exactly zero, so a high rate usually has another cause.
@@ -43,7 +43,7 @@ class Zeros:
     phase: ClassVar[str] = "batch"
     tier: ClassVar[str] = "default"
     needs: ClassVar[tuple[str, ...]] = ("direction_grads",)
-    left_out: ClassVar[str] = "zero rows and row sums of the logit gradient"
+    left_out: ClassVar[str] = "zero rows and row sums of the logit gradient (and, in a loop of your own, the lost pull)"
 
     def __call__(self, step: Step) -> list[Reading]:
         readings = []
@@ -52,7 +52,7 @@ class Zeros:
             if head.scores is not None and head.logit_grad is not None:
                 values |= _logits(head, head.scores, head.logit_grad)
             elif head.zero_cells is not None:
-                values |= _streamed(head, head.zero_cells, step.groups)
+                values |= _streamed(step, head, head.zero_cells)
             values |= _matrix("embeddings", head.image_grad, head.text_grad)
             if head.param_grads is not None:
                 values |= _parameters(step, head)
@@ -73,19 +73,18 @@ def _logits(head: Head, scores: Scores, gradient: Tensor) -> dict[str, Tensor]:
     return values
 
 
-def _streamed(head: Head, zero_cells: Tensor, groups: Tensor | None) -> dict[str, Tensor | float]:
-    """``_logits`` without the cells; ``groups`` [N]: equal numbers are no negatives of each other."""
+def _streamed(step: Step, head: Head, zero_cells: Tensor) -> dict[str, Tensor | float]:
+    """``_logits`` without the cells."""
     width = len(head.anchors.positive)
-    excluded = 0 if groups is None else (group_sizes(groups) - 1).sum()
+    excluded = 0 if step.groups is None else (group_sizes(step.groups) - 1).sum()
     residuals = torch.stack([torch.sigmoid(x) for x in head.anchors.log_odds.values()])  # [2, N]
     pull = (residuals.mean(dim=0) / width).float()  # the cell of the positive, less its sign
     zeros, every = zero_cells + (pull == 0).sum(), width**2 - excluded
-    return {
-        "entries.logits": zeros.double() / every,
-        "all_zero.logits": (zeros == every).double(),
-        "loss_zero_gradient_not": ((head.loss == 0) & (zeros != every)).double(),
-        **{f"positive_zero.{direction}": 0.0 for direction in head.directions},
-    }
+    values: dict[str, Tensor | float] = {"entries.logits": zeros.double() / every, "all_zero.logits": (zeros == every).double()}
+    if step.own_loss:
+        values["loss_zero_gradient_not"] = ((head.loss == 0) & (zeros != every)).double()
+        values |= {f"positive_zero.{direction}": 0.0 for direction in head.directions}
+    return values
 
 
 def _unit(key: str) -> str:
