@@ -263,6 +263,8 @@ class Probe:
             scale: after exp; None takes the model's own.
             captions, token_ids [N, L], lengths [N] (tokens before truncation): of the second tower, for the quantities about them.
         """
+        if not self._source.told and self.reader.opened and self._micro == 1:
+            self._micro = self._rows = 0  # the search has found this very batch already
         self._source.told = True
         self._source.stop_searching()
         if not passive():

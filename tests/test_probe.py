@@ -11,6 +11,7 @@ import resource
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ import gradscope
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.scores import symmetric_loss
 from gradscope.probe import Probe
+from gradscope.runlog import Run
 
 WORDS, LENGTH, WIDTH, DEPTH = 40, 9, 16, 8
 
@@ -274,6 +276,21 @@ def test_a_frozen_tower_leaves_half_of_the_gradient_to_see() -> None:
         run(model, sgd(model))
     assert probe.last["hooks", "infonce", "agreement"] == pytest.approx(1.0, abs=1e-9)
     assert probe.last["gradient", "infonce", "norm"] > 0
+
+
+def test_a_batch_that_was_found_and_is_then_told_is_one_batch(tmp_path: Path) -> None:
+    model = Towers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Probe(model, every=1, probe_set="loss", output=tmp_path / "run") as probe:
+        for step in range(2):
+            image, text, scale = model(*batch(step))  # these three are found in the forward pass
+            probe.watch(image, text, scale)
+            info_nce(image, text, scale).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    stamps = {words for words in Run(tmp_path / "run").readings["stamps"] if words}
+    assert stamps
+    assert all("micro-batch 1/1; width 6" in words for words in stamps), stamps
 
 
 def test_told_rows_that_are_not_normalised_yet() -> None:
