@@ -124,7 +124,8 @@ def summed_rows(rows: Tensor) -> Tensor:
     import torch.distributed as dist
 
     own = rows.new_empty(len(rows) // world(), *rows.shape[1:])
-    dist.reduce_scatter_tensor(own, rows.contiguous())
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name, which newer torch warns of
+    scatter(own, rows.contiguous())
     return own
 
 

@@ -61,6 +61,11 @@ def together() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
+def leads() -> bool:
+    """Whether this process is the one, or the first of several: for work that is not divided, before they have met."""
+    return not together() or int(os.environ["RANK"]) == 0
+
+
 def only_first_speaks() -> None:
     """From now on only the first rank writes to the terminal. Called once, when the program starts and before torch is imported."""
     global _voice, _said
@@ -68,7 +73,7 @@ def only_first_speaks() -> None:
     if not together():
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost connection is told in frames of C++, by each process
-    if int(os.environ["RANK"]) > 0:
+    if not leads():
         _voice = sys.stderr
         sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 

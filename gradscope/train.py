@@ -283,10 +283,17 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
 
 
 def _open_log(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, facts: dict[str, Any]) -> tuple[RunLog | SilentLog, int]:
-    """The log, and the step to start with. The first rank opens it and says where it stands."""
+    """The log, and the step to start with. The first rank opens it and says where it stands; what it refuses, all refuse."""
     if rank():
-        return SilentLog(output), shared(None)
-    log, first = _open_run(stack, recipe, output, resume, facts)
+        first = shared(None)
+        if isinstance(first, str):
+            raise ValueError(first)
+        return SilentLog(output), first
+    try:
+        log, first = _open_run(stack, recipe, output, resume, facts)
+    except ValueError as error:
+        shared(str(error))
+        raise
     return log, shared(first)
 
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gradscope import launch
@@ -95,7 +96,8 @@ def torchrun(scenes_folder, small_encoder, tmp_path_factory) -> Iterator[tuple[s
 
 def test_eval_speaks_once_and_says_what_one_process_says(scenes_folder, small_encoder, tmp_path):
     words = ["eval", str(small_encoder), "--data", str(scenes_folder), "--device", "cpu", "--batch-size", "16", "--resamples", "20"]
-    together = Together([*words, "--output", str(tmp_path / "two.json")], tmp_path / "heard")
+    saved = str(tmp_path / "rows.safetensors")
+    together = Together([*words, "--output", str(tmp_path / "two.json"), "--save-embeddings", saved], tmp_path / "heard")
     alone = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "one.json")])
     assert alone.exit_code == 0
     assert together.ended() == [0, 0], together.said("err")
@@ -105,13 +107,19 @@ def test_eval_speaks_once_and_says_what_one_process_says(scenes_folder, small_en
     first, second = together.said("out")
     assert first.count("JSON:") == 1
     assert second == ""
+    again = ["eval", saved, "--resamples", "20", "--output"]
+    together = Together([*again, str(tmp_path / "0.json")], tmp_path / "again", second=[*again, str(tmp_path / "1.json")])
+    assert together.ended() == [0, 0], together.said("err")
+    assert json.loads((tmp_path / "0.json").read_text())["metrics"] == one["metrics"]
+    assert not (tmp_path / "1.json").exists()  # a file is not divided: the first rank alone
 
 
 def test_what_all_ranks_refuse_is_said_once(scenes_folder, small_encoder, tmp_path):
-    """By the one that speaks first, be it a setting, an option that does not exist, a device or a command for one process."""
+    """By the one that speaks first, be it a setting, an option that does not exist, a folder, a device or a command."""
     train = [*base(scenes_folder, small_encoder), "--output", str(tmp_path / "run")]
     cases = {
         "cannot be dealt evenly to 2 of them; use 6 or 8": [*train, "--batch-size", "7"],
+        "cannot make the run directory": [*train, "--output", str(small_encoder / "open_clip_config.json")],
         "torch sees no CUDA device": [*train, "--device", "cuda:0"],
         "No such option: --bach-size": [*train, "--bach-size", "8"],
         "sweep runs as one process; only train, eval": ["sweep", "--output", str(tmp_path / "sweep")],
@@ -187,6 +195,30 @@ def test_a_rank_that_is_told_to_stop_closes_the_run(scenes_folder, small_encoder
     assert said.count("gradscope:") == 1
     assert "told to stop (SIGTERM)" in said or "another process of this run has ended" in said
     assert "Traceback" not in said
+
+
+def test_what_is_raised_while_a_stop_unwinds_is_no_other_reason(monkeypatch):
+    """The processes that decode pictures get Slurm's SIGTERM too, and torch complains of their end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **place}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "together", lambda: True)
+    monkeypatch.setattr(launch, "_store", None)
+
+    def stopped() -> None:
+        with launch.processes(torch.device("cpu")):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except BaseException:
+                raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.") from None
+
+    try:
+        with pytest.raises(ValueError, match="told to stop"):
+            stopped()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_torchrun_trains_a_locked_tower_with_checkpointing(torchrun):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradscope.launch import leads
+
 if TYPE_CHECKING:
     import torch
 
@@ -102,7 +104,8 @@ def evaluate(
             "--checkpoint": None if checkpoint == "last" else checkpoint,
         }  # fmt: skip
         refuse_settings_of_files(encoder, meaningless)
-        _show([_stored(encoder, per_query, output, resamples)], json_)
+        if leads():  # not divided: there is nothing to embed
+            _show([_stored(encoder, per_query, output, resamples)], json_)
         return
     from gradscope.console import progress
     from gradscope.distributed import first_rank_first
