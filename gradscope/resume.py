@@ -14,17 +14,17 @@ MAY_DIFFER = ("train.shard", "data.cache")
 
 
 def check_same_recipe(run: Run, recipe: Recipe) -> None:
-    """Raises ValueError naming the first setting that differs from the run's, with its old and new value."""
+    """Raises ValueError naming the settings that differ from the run's, of the first table that has any, with old and new values."""
     before = resolve(run.recipe, {})
     for table in dataclasses.fields(Recipe):
         old, new = getattr(before, table.name), getattr(recipe, table.name)
-        for key in dataclasses.fields(old):
-            a, b = getattr(old, key.name), getattr(new, key.name)
-            if a != b and f"{table.name}.{key.name}" not in MAY_DIFFER:
-                raise ValueError(
-                    f"'{run.path}' continues with the same recipe only, but {table.name}.{key.name} was {a!r} and is now {b!r}; "
-                    "drop the change, or start a new run with --output"
-                )
+        pairs = {f"{table.name}.{key.name}": (getattr(old, key.name), getattr(new, key.name)) for key in dataclasses.fields(old)}
+        changed = [f"{name} was {a!r} and is now {b!r}" for name, (a, b) in pairs.items() if a != b and name not in MAY_DIFFER]
+        if changed:
+            raise ValueError(
+                f"'{run.path}' continues with the same recipe only, but {', '.join(changed)}; drop the change, or start a new run with "
+                "--output"
+            )
 
 
 def check_same_data(run: Run, facts: dict[str, Any]) -> None:

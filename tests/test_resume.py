@@ -259,6 +259,12 @@ def test_another_recipe_is_refused_with_key_old_and_new(stopped):
     assert (stopped / "provenance.json").read_bytes() == before, "a refused resume opens no attempt"
 
 
+def test_a_refusal_names_what_was_asked_for_and_what_followed_from_it(stopped):
+    both = "loss_form was 'plain' and is now 'residual', objective.kernel was 'auto' and is now 'streaming'"
+    with pytest.raises(ValueError, match=both):
+        train(resolve(Run(stopped).recipe, {"objective.kernel": "streaming"}), stopped, resume=True, quiet=True)
+
+
 def test_another_place_for_pictures_is_not(stopped, monkeypatch):
     """A cache changes no bit of them, and another machine may have no room for it."""
     monkeypatch.setenv("GRADSCOPE_CACHE", str(stopped.parent / "cache"))
