@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,8 +173,22 @@ def test_patches_left_out_are_the_same_in_both_passes(scenes_folder, make_encode
 
 def test_dropout_of_a_hugging_face_tower(tmp_path):
     """roberta has dropout of units and of attention weights."""
-    model = hf_family("roberta", secrets.randbits(16), tmp_path)
-    encoder = DualEncoder(model, SimpleTokenizer(context_length=12), {}, "roberta")
+    encoder, whole = _roberta(tmp_path)
+    _check_masks(encoder, _pieces(whole, (5, 7)))
+
+
+def test_a_hugging_face_tower_equals_one_wide_batch(tmp_path):
+    encoder, whole = _roberta(tmp_path)
+    encoder.eval().double()  # fp32 towers differ in the last bit between batch sizes
+    whole.images["full"] = whole.images["full"].double()
+    _, wide = wide_gradient(encoder, Clip(), encoder.embed(whole))
+    _, replayed, _ = cached_gradient(encoder, Clip(), _pieces(whole, (5, 4, 3)))
+    apart = [(replayed[name] - wide[name]).norm() for name in wide]
+    assert torch.stack(apart).norm() < 1e-6 * torch.stack([gradient.norm() for gradient in wide.values()]).norm()
+
+
+def _roberta(folder: Path) -> tuple[DualEncoder, Batch]:
+    model = hf_family("roberta", secrets.randbits(16), folder)
     ids = torch.randint(3, 50, (12, 12))
     ids[:, 7], ids[:, 8:] = 59, 0
     whole = Batch(
@@ -183,7 +198,7 @@ def test_dropout_of_a_hugging_face_tower(tmp_path):
         lengths=torch.full((12,), 8),
         captions=("",) * 12,
     )
-    _check_masks(encoder, _pieces(whole, (5, 7)))
+    return DualEncoder(model, SimpleTokenizer(context_length=12), {}, "roberta"), whole
 
 
 def _check_random(encoder: DualEncoder, data: object, count: int) -> None:

@@ -124,6 +124,19 @@ STUMBLES = [
     "ﬃ",
     "İ",
 ]
+STUMBLES += [
+    "<|endoftext|>",
+    "&lt;end_of_text&gt;",
+    "&#0;",
+    "ẞ",
+    "ΑΣ",
+    "ŉ",
+    "\u202e",
+    "\u180e",
+    "ï»¿",
+    "👨\u200d👩\u200d👧",
+    "\U000e0067",
+]
 STUMBLES += ["ſ", "\u212a", "'S", "’s", "<start_of_text>", "</w>", "\r\n", "\u3000", "ＡＢ", "\ud800", " ", "  ", "a", "Red", "1", "!"]
 
 
@@ -131,7 +144,8 @@ STUMBLES += ["ſ", "\u212a", "'S", "’s", "<start_of_text>", "</w>", "\r\n", "\
 def test_any_text_at_all_equals_open_clips_own(clean):
     source = SimpleTokenizer(context_length=32, clean=clean)
     tokenizer = wrapped(source)
-    anything = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(STUMBLES), max_size=12).map("".join))
+    wrongly_decoded = st.binary(max_size=40).map(lambda data: data.decode("utf-8", "replace"))
+    anything = st.one_of(st.text(max_size=40), wrongly_decoded, st.lists(st.sampled_from(STUMBLES), max_size=12).map("".join))
 
     @settings(max_examples=300, deadline=None, database=None)
     @given(st.lists(anything, min_size=1, max_size=3))
