@@ -167,6 +167,7 @@ def test_nothing_lost_is_nothing_said() -> None:
     assert left_out_words(held, 8192) == ""
     assert "268" not in left_out_words(quantity_set("loss"), 8192)
     assert "256 MB a matrix" in left_out_words(quantity_set("loss"), 8192)
+    assert 'kernel "dense" reads it)' in left_out_words(quantity_set("loss"), 16)
 
 
 def test_a_loss_of_one_direction_keeps_its_cells() -> None:

@@ -42,18 +42,16 @@ def needs(quantity: Any, what: str) -> bool:
     return what in getattr(quantity, "needs", ())
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**20:.0f} MB" if count >= 2**20 else f"{count / 2**10:.0f} KB"
-
-
 def left_out_words(held: Mapping[str, Any], width: int) -> str:
     """What of a set is not read where the softmax is streamed: which and why, in a sentence; "" where nothing is lost."""
     whole = [name for name, quantity in held.items() if needs(quantity, "cells")]
     parts = [f"of {name} the {quantity.left_out}" for name, quantity in held.items() if getattr(quantity, "left_out", "")]
     if not whole and not parts:
         return ""
+    megabytes = width * width * 4 / 2**20
+    size = f", at {megabytes:.0f} MB a matrix" if megabytes >= 1 else ""
     lost = "; ".join([", ".join(whole), *parts] if whole else parts)
     return (
         f"at width {width} the softmax is streamed: its {width} x {width} cells never exist, and what needs them is not read: {lost} "
-        f'(kernel "dense" reads it, at {_size(width * width * 4)} a matrix)'
+        f'(kernel "dense" reads it{size})'
     )
