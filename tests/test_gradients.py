@@ -107,6 +107,15 @@ def test_parts_add_up_and_absent_ones_are_zero():
 
 
 @pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e-30, 1.0), (1e-36, 1e-36), (1e15, 1e-20)])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float32, torch.float64)])
+def test_squares_are_in_units_whatever_the_kinds_and_pieces(dtypes):
+    """Of mixed kinds, several pieces, nothing, an empty shard; the twin is float64 entry by entry."""
+    tensors = [torch.randn(PIECE + 5).to(dtypes[0]), None, torch.randn(3, 4).to(dtypes[1]), torch.zeros(0, dtype=dtypes[0])]
+    unit = torch.rand(()) * 1e-3 + 1e-6
+    expected = [0.0 if t is None else float((t.double() / unit.double()).square().sum()) for t in tensors]
+    assert squared_parts(tensors, unit).tolist() == pytest.approx(expected, rel=1e-12)
+
+
 def test_cosine_is_exact_over_all_sizes(sizes):
     seed = secrets.randbits(32)
     first, second = gradient(seed, sizes[0]), gradient(seed + 1, sizes[1])

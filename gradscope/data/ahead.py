@@ -3,7 +3,9 @@
 Order, items and errors are those of the iterator; an error is raised where its item would have come. It pays where the items take
 time outside Python's lock, as decoding pictures does, and something else has work meanwhile, as a GPU has.
 
-How it can mislead: on a CPU that computes with all of its cores the thread takes its time from the computation.
+How it can mislead: on a CPU that computes with all of its cores the thread takes its time from the computation. So training on a CPU
+does without (2026-11-30, tiny on one thread, pictures of 1024 x 768, two busy cores: 0.8 to 1.3 of the time without it, 0.99 in the
+middle).
 """
 
 from __future__ import annotations
