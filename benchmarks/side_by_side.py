@@ -99,17 +99,25 @@ def machine() -> dict[str, Any]:
     from gradscope.provenance import provenance
 
     facts = {key: value for key, value in provenance().items() if key not in ("argv", "flush_denormal")}
-    blas = [
-        f"{lib['internal_api']} {lib.get('architecture') or lib['version'] or ''} x{lib['num_threads']}" for lib in threadpool_info()
-    ]
+    blas = {_kernels(library) for library in threadpool_info()}
     return {
         **facts,
         "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average_before": os.getloadavg()[0],
-        "blas": sorted(set(blas)),
+        "blas": sorted(blas),
     }
+
+
+def _kernels(library: Mapping[str, Any]) -> str:
+    """ "openblas Haswell, 2 threads" """
+    which = library.get("architecture") or library["version"]
+    return f"{library['internal_api']}{f' {which}' if which else ''} on {_threads(library['num_threads'])}"
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread" if count == 1 else f"{count} threads"
 
 
 def processor() -> str:
@@ -122,8 +130,8 @@ def processor() -> str:
 
 def say_machine(facts: Mapping[str, Any]) -> None:
     console.print(
-        f"{facts['processor']}, {facts['cores']} cores, load {facts['load_average_before']:.1f} before the start; {facts['threads']} "
-        f"threads, torch {facts['torch']}, Python {facts['python']}; {', '.join(facts['blas'])}",
+        f"{facts['processor']}, {facts['cores']} cores, load {facts['load_average_before']:.1f} before the start; "
+        f"{_threads(facts['threads'])}, torch {facts['torch']}, Python {facts['python']}; {', '.join(facts['blas'])}",
         soft_wrap=True,
     )
 
@@ -133,12 +141,13 @@ def report(
 ) -> None:
     """Prints the table and writes ``output``/``name``.csv and .json."""
     shown = Table(title=title, caption="ratio: median [smallest, largest] round", title_justify="left")
-    for heading in ("arm", "seconds", "ratio", "extra memory"):
+    measured = bool(frame["memory_mb"].notna().any())
+    for heading in ("arm", "seconds", "ratio", *(["extra memory"] if measured else [])):
         shown.add_column(heading, justify="left" if heading == "arm" else "right")
     for row in frame.to_dict("records"):
-        ratio = f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+        cells = [row["arm"], f"{row['seconds']:.3g}", f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"]
         memory = "" if math.isnan(row["memory_mb"]) else f"{row['memory_mb']:,.0f} MB"
-        shown.add_row(row["arm"], f"{row['seconds']:.3g}", ratio, memory)
+        shown.add_row(*cells, *([memory] if measured else []))
     out.print(shown)
     for key, value in notes.items():
         out.print(f"{key}: {value}", soft_wrap=True, markup=False)
@@ -146,3 +155,4 @@ def report(
     frame.to_csv(output / f"{name}.csv", index=False)
     text = json.dumps({"machine": facts, "rows": frame.to_dict("records"), "notes": notes}, indent=2, default=str)
     (output / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    out.print(f"the table as CSV, and with the machine as JSON: {output}", soft_wrap=True, markup=False)
