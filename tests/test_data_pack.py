@@ -165,7 +165,7 @@ def test_a_size_bounds_shards(scenes_folder, tmp_path):
     assert shards[-1]["bytes"] <= limit
     one = packed(scenes_folder, tmp_path / "each", "test", bytes=1)["splits"]["test"]
     assert [shard["records"] for shard in one["shards"]] == [1] * 64
-    assert one["notes"][-1] == "when packed: 64 of 64 shards are larger than 1 byte, because one record alone needs more"
+    assert one["notes"][-1] == "64 of 64 shards are larger than 1 byte, because one record alone needs more (when packed)"
     same_records(scenes_folder, tmp_path / "each", "test")
 
 
@@ -282,11 +282,24 @@ def test_a_full_disk_is_said_in_words(own, tmp_path):
     assert Packer(sizes=Sizes(records=4), say=quiet)(source, ["test"], output) == packed(own, tmp_path / "whole", records=4)
 
 
+def test_a_finished_pack_given_again_has_nothing_to_do(own, tmp_path):
+    first, said = packed(own, tmp_path / "out"), []
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
+    source = open_data(str(own))
+    again = Packer(sizes=Sizes(), say=said.append)(source, source.splits(), tmp_path / "out")
+    assert again == first
+    assert "complete, nothing to do" in said[0]
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()} == before
+    next((tmp_path / "out").glob("*.tar")).unlink()
+    with pytest.raises(ValueError, match="missing or have another size"):
+        packed(own, tmp_path / "out")
+
+
 def test_an_output_that_is_taken_is_left_alone(own, tmp_path):
     packed(own, tmp_path / "out")
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
-    with pytest.raises(ValueError, match="holds a finished pack"):
-        packed(own, tmp_path / "out")
+    with pytest.raises(ValueError, match="holds a finished pack of other data or settings"):
+        packed(own, tmp_path / "out", records=3)
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()} == before
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")

@@ -203,7 +203,7 @@ def test_long_dci_in_small(tmp_path):
     found = overlap(items(evaluated, source="long-dci"), items(trained, source="dci"))
     np.testing.assert_array_equal(found.any, seen)
     assert found.counts() == {"id": 0, "file": 545, "content": 545, "caption": 0, "any": 545, "name_only": 1}
-    assert "1 more share a file name only" in found.sentence()
+    assert "1 share nothing but a file name" in found.sentence()
 
 
 def test_a_path_is_one_source_however_it_is_written(tmp_path, monkeypatch) -> None:

@@ -33,7 +33,7 @@ from gradscope.data.picture_facts import picture_facts
 from gradscope.data.pixels import PixelPath
 from gradscope.data.shard_fetch import ShardFetcher, copy_of
 from gradscope.data.shard_index import beside, index_of, key_and_ending, load, save, scan
-from gradscope.data.shard_names import MANIFEST, Shard, expand, file_label, find_shards
+from gradscope.data.shard_names import MANIFEST, Shard, expand, file_label, find_shards, shown_name
 from gradscope.data.source import open_data
 from gradscope.data.transfer import Patience
 from gradscope.data.usable import bad_pictures
@@ -575,6 +575,7 @@ def test_a_folder_with_tars_and_other_data(tmp_path):
         ("https://host/x.tar?token=secret", "x"),
         ("https://host/set/shards.json", "set"),
         ("https://host/set/", "set"),
+        ("gone/set/shards.json", "set"),
         ("https://host:8000", "host-8000"),
         ("a/one.tar::b/two.tar::three.tar", "one-and-2-more"),
         ("my/list.v1.csv", "list.v1.csv"),
@@ -634,6 +635,7 @@ def test_servers_that_fail(server: FileServer, tmp_path):
     server.add("short.tar", tar_of(tmp_path / "s.tar", pairs("ab")).read_bytes()[:1700])
     refused(server.url("short.tar"), "cut short")
     refused(server.url("folder"), "has neither a shards.json nor a *.tar")
+    refused(server.url("none.json"), "none.json does not exist there (404")
 
 
 def manifest(server: FileServer, shards: dict[str, bytes], **change: object) -> None:
@@ -647,6 +649,11 @@ def manifest(server: FileServer, shards: dict[str, bytes], **change: object) -> 
         server.add(f"m/{name}", b)
 
 
+def test_a_name_for_people_has_no_query():
+    assert shown_name("https://host/x-{0..3}.tar?token=secret::a/b.tar") == "https://host/x-{0..3}.tar::a/b.tar"
+    assert shown_name("scenes?") == "scenes?"
+
+
 def test_a_manifest_on_a_server(server: FileServer, tmp_path):
     first, second = (tar_of(tmp_path / f"{k}.tar", pairs(k)).read_bytes() for k in "ab")
     manifest(server, {"0.tar": first})
@@ -658,6 +665,8 @@ def test_a_manifest_on_a_server(server: FileServer, tmp_path):
     note_with(found.notes, "when packed: a note")
     manifest(server, {"0.tar": second})  # the same address, other bytes: the manifest tells
     assert [r.id for r in read(server.url(f"m/{MANIFEST}"), "train").records] == ["b"]
+    server.files["/m/other.json?key=1"] = server.files[f"/m/{MANIFEST}"]
+    assert [r.id for r in read(server.url("m/other.json?key=1"), "train").records] == ["b"]
     manifest(server, {"0.tar": first}, sha256="0" * 64)
     refused(name, "sha256 is", split="train")
     server.add(f"m/{MANIFEST}", b"[]")

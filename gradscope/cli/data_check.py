@@ -256,7 +256,10 @@ def _lines(report: Report) -> list[str]:
             )
     findings = report.findings()
     lines += [f"finding: {said}" for said in findings]
-    return lines if findings else [*lines, "nothing found that would change a result"]
+    if findings:
+        return lines
+    noted = any(checked.notes for checked in report.splits)
+    return [*lines, "nothing found that would change a result" + " beyond what the notes above say was left out or changed" * noted]
 
 
 def _names(checked: Checked) -> list[str]:

@@ -52,7 +52,7 @@ class Overlap:
         if counts["any"]:
             said += f" (by {', '.join(f'{level} {counts[level]:,}' for level in LEVELS)})"
         if counts["name_only"]:
-            said += f"; {counts['name_only']:,} more share a file name only and are not counted"
+            said += f"; {counts['name_only']:,} share nothing but a file name, which numbered pictures do anywhere, and are not counted"
         if self.uncompared:
             said += f"; {self.uncompared:,} could not be compared by content"
         return said

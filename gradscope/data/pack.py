@@ -39,7 +39,7 @@ from gradscope import __version__
 from gradscope.data.members import content_size, is_there
 from gradscope.data.pack_members import key_of, members_of
 from gradscope.data.shard_index import ShardIndex, beside, load, save, scan
-from gradscope.data.shard_names import MANIFEST, MANIFEST_FORMAT, PLAN
+from gradscope.data.shard_names import MANIFEST, MANIFEST_FORMAT, PLAN, find_shards
 from gradscope.data.source import DataSource
 from gradscope.data.usable import usable
 from gradscope.types import Record
@@ -85,10 +85,22 @@ class Packer:
             raise ValueError(f"{error}{'; --split packs the others alone' if len(set(splits)) > 1 else ''}") from error
         plan = {"source": source.name, "version": __version__, "sizes": asdict(self.sizes), "splits": _fingerprints(source, read)}
         with _alone(output):
+            if (output / MANIFEST).is_file():
+                return self._complete(output, plan)
             _claim(output, plan)
             self._refuse_full_disk(output, [record for records, _ in read.values() for record in records])
             with _full_disk_in_words(output):
-                return _finish(output, source, self._splits(output, read))
+                return _finish(output, source, self._splits(output, read), plan)
+
+    def _complete(self, output: Path, plan: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The manifest of a finished pack of the same data and settings; of another nothing is touched."""
+        manifest = find_shards(str(output)).manifest
+        if manifest.get("plan") != _digest(plan):
+            raise ValueError(
+                f"'{output}' holds a finished pack of other data or settings ({MANIFEST}); choose another --output, or delete it first"
+            )
+        self.say(f"{output} is complete, nothing to do")
+        return manifest
 
     def _splits(self, output: Path, read: Mapping[str, tuple[list[Record], list[str]]]) -> dict[str, dict[str, Any]]:
         done, total = 0, sum(len(records) for records, _ in read.values())
@@ -143,7 +155,7 @@ class Packer:
             "records": len(records),
             "captions": sum(len(record.captions) for record in records),
             "bytes": sum(shard["bytes"] for shard in shards),
-            "notes": [f"when packed: {note}" for note in (*notes, *_lost_crops(records), *self._large(shards))],
+            "notes": [f"{note} (when packed)" for note in (*notes, *_lost_crops(records), *self._large(shards))],
             "shards": shards,
         }
 
@@ -306,8 +318,6 @@ def _alone(output: Path) -> Iterator[None]:
 
 def _claim(output: Path, plan: Mapping[str, Any]) -> None:
     """A new folder, or one that an unfinished pack of the same left."""
-    if (output / MANIFEST).is_file():
-        raise ValueError(f"'{output}' holds a finished pack ({MANIFEST}); choose another --output, or delete it first")
     kept = output / PLAN
     if not kept.is_file():
         if any(path.name != _LOCK for path in output.iterdir()):
@@ -319,12 +329,17 @@ def _claim(output: Path, plan: Mapping[str, Any]) -> None:
         left.unlink()
 
 
-def _finish(output: Path, source: DataSource, facts: Mapping[str, dict[str, Any]]) -> Mapping[str, Any]:
+def _digest(plan: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+
+
+def _finish(output: Path, source: DataSource, facts: Mapping[str, dict[str, Any]], plan: Mapping[str, Any]) -> Mapping[str, Any]:
     default = source.default_split if set(source.default_split.split("+")) <= set(facts) else ""
     manifest = {
         "format": MANIFEST_FORMAT,
         "made_by": f"gradscope {__version__}",
         "source": source.name,
+        "plan": _digest(plan),
         "default_split": default or ("test" if "test" in facts else next(iter(facts))),
         "splits": facts,
     }

@@ -211,7 +211,9 @@ def _filesystem(address: str) -> tuple[Any, str]:
     try:
         return url_to_fs(address)
     except ImportError as error:  # fsspec names the package of that kind of store
-        raise ValueError(f"{address} cannot be read: {error}") from error
+        named = re.search(r"[Ii]nstall (\w+)", str(error))
+        words = f"; pip install 'gradscope[webdataset]' {named[1]}" if named else ""
+        raise ValueError(f"{address} cannot be read: {error}{words}") from error
     except ValueError as error:
         raise ValueError(f"{address} cannot be read: {error}; fsspec knows https, s3, gs, az, hf and others") from error
 

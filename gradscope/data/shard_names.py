@@ -71,6 +71,8 @@ def file_label(name: str) -> str:
     "s3://b/shards-{000..031}.tar?key=1" is "shards-000-031", "a.tar::b.tar::c.tar" is "a-and-2-more", "." is what the folder is called.
     """
     first, *others = name.split("::")
+    if not others and not is_address(name) and Path(name).name == MANIFEST:
+        return Path(name).absolute().parent.name
     if not others and not names_shards(name):
         return Path(name).name if Path(name).name not in ("", "..") else Path(name).resolve().name
     stem = first.partition("?")[0].removesuffix(MANIFEST) if is_address(first) else first.removesuffix(MANIFEST)
@@ -78,6 +80,11 @@ def file_label(name: str) -> str:
     base = Path(stem).expanduser().resolve().name if last in ("", ".", "..") else _TAR.sub("", last)
     plain = re.sub(r"\.\.|[,:]", "-", re.sub(r"[{}]", "", base))[:_LONGEST_LABEL]
     return f"{plain}-and-{len(others)}-more" if others else plain
+
+
+def shown_name(name: str) -> str:
+    """A name of data for people and files: addresses without their query, which may hold a token."""
+    return "::".join(part.partition("?")[0] if is_address(part) else part for part in name.split("::"))
 
 
 def find_shards(name: str) -> ShardList:
@@ -179,6 +186,8 @@ def _of_address(name: str) -> ShardList:
     stem = name.split("?")[0]
     if _TAR.search(stem) or "{" in stem:
         return ShardList(splits={"all": [Shard(where=n) for n in expand(name)]}, manifest={})
+    if stem.endswith(".json") and not name.endswith(f"/{MANIFEST}"):
+        return _of_manifest_address(name, stem.rpartition("/")[0])
     folder = name.removesuffix(MANIFEST).rstrip("/")
     text, notes = read_text(f"{folder}/{MANIFEST}")
     if text is not None:
@@ -188,6 +197,18 @@ def _of_address(name: str) -> ShardList:
     if not tars:
         raise ValueError(f"{folder} has neither a {MANIFEST} nor a *.tar; name the shards with a pattern, {folder}/{{000..031}}.tar")
     return ShardList(splits={"all": [Shard(where=n) for n in tars]}, manifest={})
+
+
+def _of_manifest_address(name: str, folder: str) -> ShardList:
+    """A manifest of another name, or with a query."""
+    text, notes = read_text(name)
+    if text is None:
+        raise ValueError(
+            f"{name} does not exist there (404, not found); name the {MANIFEST} that `gradscope data pack` wrote, or the shards with a "
+            f"pattern, {folder}/{{000..031}}.tar"
+        )
+    found = of_manifest(_parsed(text, name), folder)
+    return ShardList(splits=found.splits, manifest=found.manifest, notes=(*found.notes, *notes))
 
 
 def _read_manifest(path: Path) -> Mapping[str, Any]:
