@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from gradscope.data.captions import Captions
 from gradscope.data.content_words import content_words
@@ -107,10 +108,11 @@ def _plan(name: str, rows: Tensor, *, passes: int) -> tuple[str, float]:
 
     n = len(rows)
     seconds, extra = estimate(rows, processes=world())
+    took = "less than 0.1 s" if seconds * passes < 0.1 else f"about {_duration(seconds * passes)}"
     words = (
-        f"{name}: {n * (n - 1) // 2:,} pairs, about {_duration(seconds * passes)} (and seconds for the width curve), "
-        f"{extra / 2**20:.0f} MB beside {rows.numel() * 4 / 2**20:.0f} MB of embeddings "
-        f"(the full matrix would take {4 * n * n / 2**20:,.0f} MB)"
+        f"{name}: {n * (n - 1) // 2:,} pairs, {took} now that they are embedded (and seconds for the width curve), "
+        f"{decimal(extra)} beside {decimal(rows.numel() * 4)} of embeddings "
+        f"(the full matrix would take {decimal(4 * n * n)})"
     )
     return words, seconds
 

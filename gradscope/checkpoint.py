@@ -107,8 +107,10 @@ def load_weights(folder: Path, encoder: DualEncoder) -> None:
                 encoder.token_log_scale.copy_(state["token_log_scale"])
 
 
-def load_training(folder: Path, encoder: DualEncoder, optimizer: Optimizer, scaler: torch.amp.GradScaler, seed: int) -> None:
-    """Optimizer, gradient scaler and random states, bit for bit; after wrapping. Raises ValueError as ``load_weights``.
+def load_training(folder: Path, encoder: DualEncoder, optimizer: Optimizer, scaler: torch.amp.GradScaler, seed: int) -> int:
+    """Optimizer, gradient scaler and random states, bit for bit; after wrapping. Returns the number of ranks that wrote it.
+
+    Raises ValueError as ``load_weights``.
 
     With another number of ranks than the run was saved with, ranks above the first draw from ``seed`` and the rank anew (dropout).
     """
@@ -124,6 +126,7 @@ def load_training(folder: Path, encoder: DualEncoder, optimizer: Optimizer, scal
             torch.cuda.set_rng_state(on_device, encoder.device)
     else:
         seed_rank(seed)
+    return len(of_ranks)
 
 
 def seed_rank(seed: int) -> None:

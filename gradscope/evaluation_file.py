@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gradscope.compare import Comparison, Flip, caption_numbers
 from gradscope.contamination import Contamination
-from gradscope.data.shard_names import file_label
+from gradscope.data.shard_names import file_label, shown_name
 from gradscope.data.source import DataSource
 from gradscope.evaluate import Details, Embedded
 from gradscope.metrics.hardness_recall import DEFINITION
@@ -221,7 +221,7 @@ def write_evaluation(output: Path | None, encoder: str, source: DataSource, spli
     """The JSON of an evaluation of all records of a split; default name as in ``default_path``. Returns the path."""
     protocol = Protocol(
         encoder=encoder,
-        data=source.name,
+        data=shown_name(source.name),
         split=split,
         sha256=source.fingerprint(split),
         images=len(embedded.ids),

@@ -52,6 +52,11 @@ class Lost(ValueError):
     """Another process of this run has ended."""
 
 
+def told_to_stop() -> bool:
+    """Whether SIGTERM has arrived since the processes of this run met."""
+    return _told_to_stop
+
+
 class _Stopped(BaseException):
     """SIGTERM arrived. No diagnostic may take it for a failure of its own."""
 

@@ -12,26 +12,10 @@ caches is in no part.
 from __future__ import annotations
 
 from gradscope.quantities import SETS, quantities
-from gradscope.recipe import Recipe
 from gradscope.runlog import Run
 
 #: Parts of the probe's time that are no quantity, and the set that needs them; others (heads, flush, write) belong to every set.
 _PARTS = {"update": "full", "second backward": "full"}
-
-#: Rule of thumb for a probed step, in units of training on the softmax that is read: "tiny" in benchmarks/README.md, 16 records.
-_EXPECTED = {"loss": 0.05, "default": 0.1, "full": 0.65}
-_SECOND_BACKWARD = 0.6
-
-
-def expected_cost(recipe: Recipe) -> float:
-    """About what share of plain step time the probe will take at its fixed cadence; a budget may thin it.
-
-    Told before anything was measured: half or twice as much on other machines and encoders is no surprise.
-    """
-    probe, train = recipe.probe, recipe.train
-    softmaxes = train.accumulate if train.accumulate_mode == "narrow" else 1  # one of them is read
-    cost = _EXPECTED[probe.set] + _SECOND_BACKWARD * (probe.set == "full" and probe.second_backward)
-    return cost / softmaxes / probe.every
 
 
 def cost_by_set(run: Run) -> dict[str, float]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from gradscope.console import console
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.image_cache import picture_reader
+from gradscope.data.shard_names import shown_name
 from gradscope.data.too_long import refuse_too_long
 from gradscope.distributed import first_rank_first, is_sharded, local, rank, shared, summed, world
 from gradscope.encoders.dual import DualEncoder
@@ -38,6 +40,7 @@ from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import FixedCaptions, fixed_captions
 from gradscope.frameworks.clip import total_loss
 from gradscope.joining import joined_embeddings
+from gradscope.launch import STOPPED, told_to_stop
 from gradscope.metrics.duplicates import repeats
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
 from gradscope.parallel import Replica
@@ -50,7 +53,7 @@ from gradscope.sinks import require as require_sinks
 from gradscope.sinks.feed import open_feeds
 from gradscope.step_reader import StepReader
 from gradscope.step_row import excluded_by_anchor, left_out, step_row, term_losses
-from gradscope.train_display import display, header, ranks_words
+from gradscope.train_display import display, header, ranks_words, resumed_words
 from gradscope.training_data import keep_items, training_data
 from gradscope.types import Batch, Embeddings, Record, Term
 
@@ -138,12 +141,14 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             repeated_token_ids=repeats(batches.tokenized.ids),
         )
         log, first = _open_log(stack, recipe, output, resume, facts)
+        stack.push(partial(_note_end, log))
         if first > 1:
             checkpoint.load_weights(log.checkpoint_dir(first - 1), encoder)
         towers = parallel.replica(encoder, settings.shard, tokens=framework.needs_tokens)
         optimizer = make_optimizer(encoder, settings)
+        before = 0
         if first > 1:
-            checkpoint.load_training(log.checkpoint_dir(first - 1), encoder, optimizer, scaler, settings.seed)
+            before = checkpoint.load_training(log.checkpoint_dir(first - 1), encoder, optimizer, scaler, settings.seed)
         reader = make_reader(recipe, encoder, framework, optimizer)
 
         def say(line: str) -> None:
@@ -156,6 +161,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             log.listen(feed)
         words = header(recipe, batches, total_steps, len(data.validation), kernels, facts)
         say(words)
+        if resume:
+            say(resumed_words(first - 1, total_steps, before))
         for line in [*ranks_words(recipe), *filter(None, [frozen, faster])]:
             say(line)
         for note in data.notes:
@@ -398,6 +405,12 @@ def _broken(encoder: DualEncoder) -> list[str]:
     return [name for name, broken in zip(names, found, strict=True) if broken]
 
 
+def _note_end(log: RunLog | SilentLog, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    """In console.log, why a run ended that was not finished; a loss or weight that is not finite has said so there."""
+    if error is not None and not isinstance(error, FloatingPointError):
+        log.console(f"ended early: {STOPPED if told_to_stop() else f'{type(error).__name__}: {error}'}")
+
+
 def _end(message: str, log: RunLog | SilentLog) -> NoReturn:
     """Of several ranks all come here, since all have the same loss and weights, and none leaves before the first has written: the
     first that is gone has the others ended."""
@@ -436,7 +449,7 @@ def _validate(
     best: _Best,
 ) -> _Best:
     result, _ = evaluate(encoder, records, decode=recipe.data.decode, workers=recipe.train.workers, read=read)
-    rows = [{"step": step, "epoch": epoch, "dataset": recipe.data.name, "split": "val", **row} for row in result.dicts()]
+    rows = [{"step": step, "epoch": epoch, "dataset": shown_name(recipe.data.name), "split": "val", **row} for row in result.dicts()]
     log.write_evals(rows)
     recall = (result.value("i2t", "R@1") + result.value("t2i", "R@1")) / 2
     return _Best(step=step, recall=recall) if recall > best.recall else best

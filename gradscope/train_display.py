@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from rich.live import Live
 from rich.progress import TextColumn
 
 from gradscope.console import bar, console
 from gradscope.data.batching import Batches
+from gradscope.data.shard_names import shown_name
 from gradscope.distributed import world
 from gradscope.following import Following
 from gradscope.kernels.choice import kernel_for, kernel_words
-from gradscope.probe_cost import expected_cost
 from gradscope.recipe import Recipe
 from gradscope.watch import Panel
 
@@ -33,19 +34,43 @@ def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, 
     what = objective.name if objective.name == "infonce" else f"hn gamma {objective.gamma:g}, margin {objective.margin}"
     held = " held out of train" if facts["validation"]["held_out_of_train"] else ""
     return (
-        f"{recipe.encoder.name} on {recipe.data.name}: {len(batches.records)} train, {validation} val{held}; {what}\n"
+        f"{recipe.encoder.name} on {shown_name(recipe.data.name)}: {len(batches.records)} train, {validation} val{held}; {what}\n"
         f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}\n"
         f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
-        f"{recipe.chance:.4f}; {settings.batch_size} x {settings.accumulate} ({settings.accumulate_mode})\n"
+        f"{recipe.chance:.4f}; {rows_words(recipe)}\n"
         f"{loss_words(recipe, batches.encoder.device)}\n"
-        f"{total_steps} steps, {batches.steps_per_epoch} an epoch, {batches.left_out} records left out per epoch; "
-        f"peak rate {settings.lr:g} after {settings.warmup} steps of warm-up, then a cosine\n"
+        f"{counted(total_steps, 'step')}, {batches.steps_per_epoch} an epoch, "
+        f"{counted(batches.left_out, 'record')} left out per epoch; "
+        f"peak rate {settings.lr:g} after {counted(settings.warmup, 'step')} of warm-up, then a cosine\n"
         f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens "
         f"(and {facts['truncated_validation_captions']} of validation), "
         f"{facts['repeated_captions']} repeat another word for word, {facts['repeated_token_ids']} token for token"
         f"{duplicates_words(facts['repeated_token_ids'], objective.duplicates)}\n"
         f"{probe_words(recipe)}"
     )
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def rows_words(recipe: Recipe) -> str:
+    """The records of an optimizer step, and how they are divided."""
+    settings = recipe.train
+    if settings.accumulate == 1:
+        return f"{counted(settings.batch_size, 'record')} a step, not accumulated"
+    return f"{counted(settings.batch_size, 'record')} x {settings.accumulate} micro-batches a step ({settings.accumulate_mode})"
+
+
+def resumed_words(done: int, total_steps: int, before: int) -> str:
+    """Where a run goes on that was continued after ``done`` steps, ``before`` being the processes that wrote its checkpoint."""
+    words = f"continued from step {done} of {total_steps}"
+    if not done:
+        return f"{words}: no checkpoint had been written, so it starts from the beginning"
+    if before == world():
+        return words
+    return f"{words} (written by {before} process{'es' * (before > 1)}, now {world()}: equal to rounding)"
 
 
 def loss_words(recipe: Recipe, device: torch.device) -> str:
@@ -56,7 +81,7 @@ def loss_words(recipe: Recipe, device: torch.device) -> str:
         return f"{words}; {objective.loss_form} form"
     words += "; value and gradient in the residual form, no reading of single cells"
     if objective.token_weight > 0:
-        words += f"; the token term keeps its scores, {2 * width * width * 4 / 2**20:.0f} MB and as much again for each use"
+        words += f"; the token term keeps its scores, {decimal(2 * width * width * 4)} and as much again for each use"
     return words
 
 
@@ -82,20 +107,19 @@ def duplicates_words(captions: int, duplicates: str) -> str:
 
 
 def probe_words(recipe: Recipe) -> str:
-    """Which set the probe reads, how often, and about what it will cost."""
+    """Which set the probe reads, how often, and what makes it cost; no share, which depends on encoder and machine (tiny, 2026-11-30:
+    between half and once a step's time for each probed step of set full)."""
     probe = recipe.probe
     if not probe.log_grads:
         return "probe off (--log-grads turns it on)"
-    gradients = "both objectives'" if probe.second_backward else "the trained objective's"
+    divided = recipe.train.shard == "full"
+    gradients = "neither objective's" if divided else "both objectives'" if probe.second_backward else "the trained objective's"
     reads = f"probe set {probe.set}" + (f" with {gradients} gradients" if probe.set == "full" else "")
     every = "at every step" if probe.every == 1 else f"every {probe.every} steps"
-    cost = expected_cost(recipe)
-    added = f"about {cost:.0%}" if cost >= 0.01 else "less than 1%"
-    expected = f"expected to add {added} to the time of the steps"
+    twice = "each probed step takes a second backward; " if probe.set == "full" and probe.second_backward and not divided else ""
     if probe.budget:
-        keeps = "more than its budget allows" if cost > (probe.share or 0) else "within its budget"
-        return f"{reads}, {every} at the densest: {expected}, {keeps}; thinned by itself to add at most {probe.budget}"
-    return f"{reads}, {every}: {expected}; the end of the run tells what it took"
+        return f"{reads}, {every} at the densest: {twice}thinned by itself to add at most {probe.budget} to the time of the steps"
+    return f"{reads}, {every}: {twice}the end of the run tells what it took"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradscope.data.identity import ItemTable, items, load_items, save_items
+from gradscope.data.shard_names import shown_name
 from gradscope.data.source import DataSource, held_out, open_data
 from gradscope.data.usable import Usable, usable
 from gradscope.recipe import Data, Recipe
@@ -37,7 +38,7 @@ class TrainingData:
     def facts(self) -> dict[str, Any]:
         """What provenance keeps: enough to say on resume whether the data are the same."""
         data = {
-            "name": self.source.name,
+            "name": shown_name(self.source.name),
             "split": self.split,
             "train_sha256": self.sha256,
             "records": len(self.train),

@@ -48,6 +48,7 @@ class Summary:
     judged: tuple[float, float, int]  # shares of batches and anchors under 1e-3 in the window that is judged, and its batches
     at_chance: bool = False  # the last epoch's InfoNCE loss is that of guessing
     budget: str = ""  # that thinned the cadence
+    divided: bool = False  # parameters, among ranks: their gradient is not read
 
     @property
     def saturated(self) -> bool:
@@ -96,6 +97,7 @@ def summarise(path: Path) -> Summary:
         width=int(run.provenance["width"]),
         every=_every(run),
         budget=run.recipe["probe"].get("budget", ""),
+        divided=run.recipe["train"].get("shard", "none") == "full",
         at_chance=run.provenance["width"] > 1
         and 10 ** _by_epoch(run, "loss", "log10_true", "infonce", "median")[-1] >= CHANCE * math.log(run.provenance["width"]),
         measured=tuple(int(n) for n in _by_epoch(run, "saturation", "below_1e-3", trained, "count")),
@@ -176,7 +178,7 @@ def sentences(summary: Summary) -> list[str]:
     every += f" at the widest, budget {summary.budget}" if summary.budget else ""
     under3, under5 = summary.crossings[term, "1e-3"], summary.crossings[term, "1e-5"]
     lines.append(f"First measured under 1e-3: {_when(under3)}; under 1e-5: {_when(under5)} (read {every}).")
-    lines += _zero_lines(summary.zeros[term])
+    lines += _zero_lines(summary.zeros[term], divided=summary.divided)
     lines.append(
         f"Residual left (probability on negatives, mean over anchors, median over batches, by epoch): "
         f"{', '.join(f'{r:.1e}' for r in summary.residual[term])}; carried by "
@@ -202,7 +204,7 @@ def _state(summary: Summary) -> str:
     return f"{summary.state}. {batches:.0%} of the last {judged} measured batches and {anchors:.0%} of their anchors are under 1e-3"
 
 
-def _zero_lines(zeros: dict[str, float]) -> list[str]:
+def _zero_lines(zeros: dict[str, float], *, divided: bool) -> list[str]:
     """What is known of zeros; the smaller probe sets read fewer of them, or none."""
     if "loss_zero_gradient_not" not in zeros and "entries.embeddings" in zeros:
         return [
@@ -220,7 +222,8 @@ def _zero_lines(zeros: dict[str, float]) -> list[str]:
         f"pull on the positive rounded to 0 in {lost:.0%} of rows."
     ]
     if "all_zero.parameters" not in zeros:
-        lines.append("The gradient over all parameters was not counted: --probe-set full does.")
+        why = "not read, since the parameters were divided (--shard full)" if divided else "not counted: --probe-set full does"
+        lines.append(f"The gradient over all parameters was {why}.")
     if "entries.parameters" in zeros:
         lines.append(
             f"Of all gradient entries {zeros['entries.parameters']:.1%} are exactly 0; {zeros['structural.parameters']:.1%} lie in "

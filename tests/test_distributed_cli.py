@@ -194,6 +194,7 @@ def test_a_rank_that_is_told_to_stop_closes_the_run(scenes_folder, small_encoder
     said = "".join(together.said("err"))
     assert said.count("gradscope:") == 1
     assert "told to stop (SIGTERM)" in said or "another process of this run has ended" in said
+    assert "ended early: " in (tmp_path / "run" / "console.log").read_text()
     assert "Traceback" not in said
 
 

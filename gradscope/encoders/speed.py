@@ -58,7 +58,7 @@ def compile_towers(encoder: DualEncoder, backend: str = "inductor") -> str:
                 module=part, eager=part.forward, compiled=torch.compile(part.forward, backend=backend, dynamic=False)
             )
         counts.append(f"{len(parts)} of the {tower.name} tower" if tower.blocks else f"the {tower.name} tower as a whole")
-    return f"blocks compiled for training: {', '.join(counts)}"
+    return f"blocks that are compiled at the first step, which can take minutes: {', '.join(counts)}"
 
 
 @dataclass(frozen=True, kw_only=True)
