@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from side_by_side import Arm, machine, report, say_machine, side_by_side
+from talk import random_weights_are_meant
 from torch import Tensor
 
 from gradscope import cached
@@ -48,6 +49,7 @@ def encoder_of(name: str) -> DualEncoder:
     if get_model_config(name) is None:
         raise ValueError(f"'{name}' is no model of open_clip; give tiny or a name of open_clip.list_models()")
     torch.manual_seed(0)
+    random_weights_are_meant()
     return DualEncoder(create_model(name, pretrained=None), get_tokenizer(name), {}, name).train()
 
 

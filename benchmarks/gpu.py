@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from gpu_parts.peaks import peaks
 from gpu_parts.setting import Clock, Row, Setting
 from gpu_parts.training import training
 from gpu_parts.watching import watching
+from rich import box
 from rich.table import Table
 from rich.text import Text
 from side_by_side import machine, say_machine
@@ -45,8 +47,10 @@ from gradscope.console import console, out
 
 #: Section -> its share of the budget.
 SHARES = {"peaks": 20.0, "correctness": 40.0, "loss": 120.0, "training": 120.0, "watching": 60.0, "pairs": 60.0}
-#: Characters of a table where the terminal has fewer, a log file for instance.
+#: Characters of a table in a file, where nothing says how many there are.
 WIDTH = 140
+#: Column -> its heading, where that is not its name.
+HEADINGS = {"true_loss": "true loss", "images_per_s": "images/s", "mfu": "MFU", "memory_mb": "MB", "tflops": "TFLOP/s"}
 #: Column -> how it is written.
 COLUMNS = {
     "tflops": "{:.3g}",
@@ -108,24 +112,28 @@ def _bf16(found: dict[str, list[Row]]) -> float:
 
 
 def table(name: str, rows: list[Row]) -> Table:
-    """The columns that any row of the section has."""
-    shown = Table(title=name, title_justify="left")
-    columns = [column for column in COLUMNS if any(column in row for row in rows)]
-    for heading in ("arm", *columns, "note"):
+    """The columns that any row of the section has something in."""
+    shown = Table(title=name, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = [column for column in COLUMNS if any(_cell(column, row) for row in rows)]
+    noted = any(row.get("note") for row in rows)
+    for heading in ("arm", *columns, *["note"] * noted):
         words = heading in ("arm", "note")
-        shown.add_column(heading, justify="left" if words else "right", no_wrap=heading != "note")
+        shown.add_column(HEADINGS.get(heading, heading), justify="left" if words else "right", no_wrap=not words)
     case = ""
     for row in rows:
         if row["case"] != case:
             case = row["case"]
             shown.add_row(Text(case, style="bold"))
-        shown.add_row(f"  {row['arm']}", *(_cell(column, row) for column in columns), row.get("note", ""))
+        shown.add_row(f"  {row['arm']}", *(_cell(column, row) for column in columns), *[row.get("note", "")] * noted)
     return shown
 
 
 def _cell(column: str, row: Row) -> str:
     value = row.get(column)
-    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else COLUMNS[column].format(value)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    noise = column == "share" and row["share_low"] <= 0  # no round can gain by watching
+    return COLUMNS[column].format(value) + " (noise)" * noise
 
 
 def facts(setting: Setting) -> dict[str, Any]:
@@ -197,7 +205,8 @@ def run(given: argparse.Namespace) -> int:
     say_machine(known)
     if not setting.cuda:
         console.print("no GPU: Triton, Inf-CL and memeff are left out, memory and host waits are not measured")
-    out.width = max(out.width, WIDTH)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = max(out.width, WIDTH)
     measure(setting, only, given.output, known)
     for heading, lines in (("out of time", setting.clock.left_out), ("FAILED", setting.failures)):
         for line in lines:

@@ -32,10 +32,12 @@ import numpy as np
 import pandas as pd
 import torch
 from PIL import Image, ImageDraw, ImageFilter
+from rich import box
 from rich.table import Table
+from talk import random_weights_are_meant, told
 from torch import Tensor, nn
 
-from gradscope.console import console, out, progress
+from gradscope.console import console, out
 from gradscope.data.pixels import pixel_path
 
 REFERENCE = "open_clip"
@@ -138,6 +140,7 @@ def random_vit() -> nn.Module:
     from open_clip import create_model
 
     torch.manual_seed(0)
+    random_weights_are_meant()
     model: nn.Module = create_model("ViT-B-32", pretrained=None).visual.eval()
     return model
 
@@ -158,9 +161,10 @@ def embedding_distances(paths: Sequence[Path]) -> pd.DataFrame:
 
 def table(speeds: pd.DataFrame, levels: pd.DataFrame, cosines: pd.DataFrame, title: str) -> Table:
     encoders = list(dict.fromkeys(cosines["encoder"]))
-    shown = Table(title=title, caption="ratio: times open_clip, [smallest, largest] round", title_justify="left")
-    for heading in ("way", "images/s", "ratio", "mean level", "largest", *(f"1 - cos {e}" for e in encoders)):
-        shown.add_column(heading, justify="left" if heading == "way" else "right")
+    caption = "ratio: times open_clip, [smallest, largest] round; mean and largest difference: levels of 255"
+    shown = Table(title=title, caption=caption, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("way", "images/s", "ratio", "mean", "largest", *(f"1 - cos {e}" for e in encoders)):
+        shown.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=" " not in heading)
     far = cosines.pivot_table(index="way", columns="encoder", values="distance")
     merged = speeds.merge(levels, on="way")
     for row in merged.to_dict("records"):
@@ -206,7 +210,7 @@ def main() -> None:
         f"{facts['processor']}, {facts['cores']} cores, load {facts['load_average_before']:.1f} before the start; 1 thread, "
         f"torch {facts['torch']}, torchvision {facts['torchvision']}, Pillow {facts['pillow']}, Python {facts['python']}"
     )
-    with tempfile.TemporaryDirectory() as folder, progress("pictures") as advance:
+    with tempfile.TemporaryDirectory() as folder, told("pictures") as advance:
         paths = make_pictures(Path(folder), given.pictures, given.width, given.height, given.seed)
         size = sum(path.stat().st_size for path in paths) / len(paths)
         readers = ways(PREPROCESS)

@@ -34,11 +34,13 @@ from typing import Any
 
 import pandas as pd
 from rich.table import Table
+from talk import told
 
-from gradscope.console import console, out, progress
+from gradscope.console import console, out
 from gradscope.data.source import open_data
 from gradscope.recipe import Recipe, resolve
 from gradscope.runlog import Run
+from gradscope.train_display import counted
 from gradscope.types import Record
 
 #: At least so many steps at the start of each run are left out.
@@ -195,7 +197,7 @@ def _processor() -> str:
 
 def summary_table(frame: pd.DataFrame, plan: Plan) -> Table:
     title = f"Cost of --log-grads, tiny on scenes, {plan.batch_size} x {plan.accumulate} narrow, share of a plain step's time"
-    caption = f"[smallest, largest] of {plan.pairs} runs or pairs of runs, {plan.steps} timed steps each"
+    caption = f"[smallest, largest] of {counted(plan.pairs, 'pair')} of runs, {counted(plan.steps, 'timed step')} each"
     table = Table(title=title, caption=caption, title_justify="left")
     for heading in ("probe every", "plain step", "timed inside the probe", "with / without - 1, median"):
         table.add_column(heading, justify="right")
@@ -240,11 +242,14 @@ def main() -> None:
     facts = machine()
     console.print(
         f"{facts['processor']}, {facts['cores']} cores, load {facts['load_average_before']:.1f} before the start; "
-        f"{facts['threads']} threads, torch {facts['torch']}, Python {facts['python']}"
+        f"{counted(facts['threads'], 'thread')}, torch {facts['torch']}, Python {facts['python']}"
     )
+    lengths = sorted({plan.left_out(every) + plan.steps for every in plan.every})
+    runs, steps = 2 * plan.pairs * len(plan.every), " or ".join(map(str, lengths))
+    console.print(f"drawing the pictures; then {runs} runs of {steps} steps, each of {plan.accumulate} x {plan.batch_size} pairs")
     source = open_data("scenes")
-    needed = plan.batch_size * plan.accumulate * max(plan.left_out(every) + plan.steps for every in plan.every)
-    with tempfile.TemporaryDirectory() as folder, progress("runs") as advance:
+    needed = plan.batch_size * plan.accumulate * lengths[-1]
+    with tempfile.TemporaryDirectory() as folder, told("runs") as advance:
         data = write_data(Path(folder) / "data", source.records("train")[:needed], source.records("val")[: plan.batch_size])
         measured = measure(plan, data, Path(folder), advance)
     parts, result = inside(measured), summary(measured)

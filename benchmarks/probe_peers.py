@@ -41,11 +41,13 @@ from typing import Any
 import pandas as pd
 import torch
 from rich.table import Table
+from talk import random_weights_are_meant, told, without_paths
 from torch.nn import functional as F
 
-from gradscope.console import console, out, progress
+from gradscope.console import console, out
 from gradscope.probe import Probe
 from gradscope.quantities import SETS
+from gradscope.train_display import counted
 
 PLAIN = ("plain 1", "plain 2")
 
@@ -118,6 +120,7 @@ def _model(name: str) -> tuple[Any, int]:
     elif name in open_clip.list_models():
         if "hf_model_name" in open_clip.get_model_config(name)["text_cfg"]:
             raise ValueError(f"--model '{name}' has a text tower of another library; take one like ViT-B-32")
+        random_weights_are_meant()
         model = open_clip.create_model(name, pretrained=None)
     else:
         raise ValueError(f"--model '{name}' is neither tiny nor a model of open_clip; ViT-B-32 is one")
@@ -169,7 +172,7 @@ class Probed:
     second_backward: bool = False
 
     def __call__(self, work: Work) -> list[dict[str, Any]]:
-        with tempfile.TemporaryDirectory(dir=self.folder) as output:
+        with tempfile.TemporaryDirectory(dir=self.folder) as output, without_paths():
             probe = TimedProbe(
                 work.model,
                 optimizer=work.optimizer,
@@ -322,7 +325,7 @@ def shares(measured: pd.DataFrame) -> pd.DataFrame:
 
 def ratio_table(frame: pd.DataFrame, plain_seconds: float, plan: Plan) -> Table:
     title = f"A watched step, in plain steps of {plain_seconds:.2f} s: {plan.model}, batch {plan.batch}, fp32, AdamW"
-    table = Table(title=title, caption=f"[smallest, largest] of {plan.rounds} rounds", title_justify="left")
+    table = Table(title=title, caption=f"[smallest, largest] of {counted(plan.rounds, 'round')}", title_justify="left")
     for heading in ("arm", "median", "smallest, largest"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for row in frame.sort_values("ratio").to_dict("records"):
@@ -332,7 +335,7 @@ def ratio_table(frame: pd.DataFrame, plain_seconds: float, plan: Plan) -> Table:
 
 def share_table(frame: pd.DataFrame, plan: Plan) -> Table:
     title = "Time inside the probe, averaged over whole cadence blocks, share of a plain step"
-    table = Table(title=title, caption=f"median, smallest and largest of {plan.rounds} rounds", title_justify="left")
+    table = Table(title=title, caption=f"median, smallest and largest of {counted(plan.rounds, 'round')}", title_justify="left")
     for heading in ("arm", "every", "median", "smallest, largest"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for row in frame.to_dict("records"):
@@ -371,9 +374,10 @@ def main() -> None:
     facts = machine()
     console.print(
         f"{facts['processor']}, {facts['cores']} cores, load {facts['load_average_before']:.1f} before the start; "
-        f"{facts['threads']} threads, torch {facts['torch']}, " + ", ".join(f"{name} {facts[name]}" for name in PACKAGES)
+        f"{counted(facts['threads'], 'thread')}, torch {facts['torch']}, " + ", ".join(f"{name} {facts[name]}" for name in PACKAGES)
     )
-    with tempfile.TemporaryDirectory() as folder, progress("turns") as advance:
+    console.print(f"building {plan.model}; then {plan.rounds + 1} rounds, the first not counted, of all arms: one to three steps each")
+    with tempfile.TemporaryDirectory() as folder, told("turns") as advance:
         measured = measure(plan, Path(folder), advance)
     compared, inside = ratios(measured), shares(measured)
     out.print(ratio_table(compared, _plain(measured).median(), plan))

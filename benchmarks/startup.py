@@ -31,10 +31,10 @@ from pathlib import Path
 
 import pandas as pd
 from side_by_side import machine, report, say_machine
-
-from gradscope.console import progress
+from talk import told
 
 REFERENCE = "import torch"
+TABLE = "start_widths.csv"
 #: Exit codes: 2 is a refusal in one sentence.
 OK, REFUSED = 0, 2
 
@@ -44,9 +44,7 @@ Command = tuple[list[str], int]
 def commands(folder: Path, run: Path | None) -> dict[str, Command]:
     """Arm -> words behind ``python``, and the exit code that they must end with."""
     start = ["-c", "from gradscope.cli import main; main()"]
-    table = folder / "start_widths.csv"
-    _widths().to_csv(table, index=False)
-    draw = [*start, "figure", "start-widths", str(table), "--output", str(folder)]
+    draw = [*start, "figure", "start-widths", str(folder / TABLE), "--output", str(folder)]
     found: dict[str, Command] = {
         "import typer": (["-c", "import typer"], OK),
         REFERENCE: (["-c", "import torch"], OK),
@@ -82,7 +80,7 @@ def measure(arms: Mapping[str, Command], rounds: int, seed: int = 0) -> pd.DataF
     """
     order = random.Random(seed)
     rows = []
-    with progress("starts") as advance:
+    with told("starts") as advance:
         for turn in range(-1, rounds):
             for number, arm in enumerate(order.sample(list(arms), len(arms)), start=1):
                 seconds = _seconds(*arms[arm])
@@ -111,26 +109,32 @@ def summary(timed: pd.DataFrame, arms: Sequence[str]) -> pd.DataFrame:
 
 
 def _arguments() -> argparse.Namespace:
+    arms = ", ".join(f"'{arm}'" for arm in commands(Path(), Path()))
     parser = argparse.ArgumentParser(description="Start-up.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/bench_startup"), help="folder for CSV and JSON")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--run", type=Path, default=None, help="a run with dual readings: figure 4 and diagnose are timed too")
-    parser.add_argument("--only", nargs="*", default=None, help="these arms only, beside importing torch")
+    parser.add_argument("--only", nargs="*", default=None, help=f"these arms only, beside importing torch; of {arms}")
     return parser.parse_args()
+
+
+def _chosen(arms: Mapping[str, Command], only: Sequence[str] | None) -> dict[str, Command]:
+    unknown = set(only or ()) - set(arms)
+    if unknown:
+        known = ", ".join(f"'{arm}'" for arm in arms)
+        raise ValueError(f"--only: {', '.join(sorted(unknown))} is no arm; known: {known} (quote names with spaces)")
+    return {arm: words for arm, words in arms.items() if only is None or arm in {*only, REFERENCE}}
 
 
 def main() -> None:
     given = _arguments()
     if given.rounds < 1:
         raise ValueError("give at least 1 round")
-    facts = machine()
-    say_machine(facts)
     with tempfile.TemporaryDirectory() as folder:
-        arms = commands(Path(folder), given.run)
-        unknown = set(given.only or ()) - set(arms)
-        if unknown:
-            raise ValueError(f"--only: {', '.join(sorted(unknown))} is no arm; known: {', '.join(arms)}")
-        chosen = {arm: words for arm, words in arms.items() if given.only is None or arm in {*given.only, REFERENCE}}
+        chosen = _chosen(commands(Path(folder), given.run), given.only)
+        facts = machine()
+        say_machine(facts)
+        _widths().to_csv(Path(folder) / TABLE, index=False)
         frame = summary(measure(chosen, given.rounds), list(chosen))
     notes = {"fastest start, seconds": ", ".join(f"{row['arm']} {row['least']:.2f}" for row in frame.to_dict("records"))}
     report(frame, title="from the prompt to the answer", output=given.output, name="startup", facts=facts, notes=notes)

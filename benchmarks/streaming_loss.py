@@ -76,12 +76,20 @@ def streaming(rows: Rows, **settings: Any) -> Callable[[], None]:
     def work() -> None:
         found: Streamed = stream(rows.image, rows.text, rows.scale, **settings)
         found.loss.mean().backward()
-        rows.said.update(
-            loss=float(f"{found.loss.mean().detach():.4g}"), shared=found.shared_share(), zeros=int(found.zero_cells), how=found.how
-        )
+        rows.said.update(words(found))
         rows.clear()
 
     return work
+
+
+def words(found: Streamed) -> dict[str, str]:
+    """What a streamed call says of itself, after its backward."""
+    return {
+        "mean loss": f"{found.loss.mean().detach():.4g}",
+        "blocks of the shared form that needed no second exp": f"{found.shared_share():.1%}",
+        "negatives whose gradient is exactly 0": f"{int(found.zero_cells):,}",
+        "the streaming kernel": found.how,
+    }
 
 
 def peer(rows: Rows) -> Callable[[], None]:
@@ -122,7 +130,7 @@ def against_peer(rows: Rows, given: argparse.Namespace) -> tuple[pd.DataFrame, d
     if count > given.peer_up_to:
         del arms[PEER]
     arms["streaming, shared"]()
-    notes = {"auto is": kernel_for(count), **rows.said}
+    notes = {"auto takes the kernel": kernel_for(count), **rows.said}
     reference = next(iter(arms)) if count <= given.peer_up_to else "streaming, shared"
     return side_by_side(arms, reference=reference, rounds=given.rounds, seed=given.seed, label=f"{count} rows"), notes
 

@@ -46,6 +46,7 @@ import torch
 from image_path import photo
 from PIL import Image
 from side_by_side import machine, report, say_machine
+from talk import random_weights_are_meant
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -87,6 +88,11 @@ class Plan:
     def pictures(self) -> int:
         return self.batch * (self.steps + self.warm)
 
+    def words(self) -> str:
+        """Of one turn, for a person."""
+        decoding = f"{self.workers} processes decode" if self.workers else "the training process decodes"
+        return f"{self.steps} steps after {self.warm} that are not timed, {self.rounds} rounds, {decoding}, seed {self.seed}"
+
 
 # ---- the work: one folder of pictures, one folder of weights
 
@@ -125,6 +131,7 @@ def _encoder(name: str) -> DualEncoder:
         return load_encoder("tiny", torch.device("cpu"))
     if name not in open_clip.list_models():
         raise ValueError(f"--model '{name}' is neither tiny nor a model of open_clip; ViT-B-32 is one")
+    random_weights_are_meant()
     model = open_clip.create_model(name, pretrained=None)
     config = {"model_cfg": open_clip.get_model_config(name), "preprocess_cfg": open_clip.get_model_preprocess_cfg(model)}
     return DualEncoder(model, open_clip.get_tokenizer(name), config, name)
@@ -340,7 +347,8 @@ def show(
 ) -> None:
     frame = ratios(measured, arms, reference)
     rates = ", ".join(f"{row['arm']} {plan.batch / row['seconds']:.1f}" for row in frame.to_dict("records"))
-    report(frame, title=title, output=output, name=name, facts=facts, notes={"pictures per second": rates, "plan": vars(plan)})
+    notes = {"pictures per second": rates, "turns": plan.words()}
+    report(frame, title=title, output=output, name=name, facts={**facts, "plan": vars(plan)}, notes=notes)
 
 
 if __name__ == "__main__":

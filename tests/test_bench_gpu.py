@@ -143,6 +143,20 @@ def test_host_waits_are_not_made_up():
     assert math.isnan(watching.host_syncs(setting(), lambda: None))
 
 
+def test_a_table_fits_and_marks_noise():
+    row = {
+        "case": "tiny, 24 tokens, batch 4",
+        "arm": "probe default",
+        "every": 5,
+        "share": -0.007,
+        "share_low": -0.01,
+        "syncs": math.nan,
+    }
+    shown = gpu.table("watching", [row, {**row, "arm": "probe full", "share": 0.02, "share_low": 0.01}])
+    assert [column.header for column in shown.columns] == ["arm", "every", "share"]
+    assert list(shown.columns[2].cells) == ["", "-0.70% (noise)", "2.00%"]
+
+
 def test_probes_do_not_point_to_logs_that_are_gone(capsys):
     with watching.without_paths():
         console.print("the probe read 2 steps; look with: gradscope diagnose gone")

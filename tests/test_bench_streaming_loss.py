@@ -40,9 +40,9 @@ def test_both_tables_of_two_widths(bench, tmp_path, monkeypatch, capsys):
     assert len(pd.read_csv(tmp_path / "margin_40.csv")) == 4
     assert not (tmp_path / "margin_60.csv").exists()
     notes = json.loads((tmp_path / "peer_40.json").read_text())["notes"]
-    assert notes["auto is"] == "dense"
-    assert notes["shared"] == 1
-    assert notes["loss"] > 0
+    assert notes["auto takes the kernel"] == "dense"
+    assert notes["blocks of the shared form that needed no second exp"] == "100.0%"
+    assert float(notes["mean loss"]) > 0
     assert "40 rows of 8" in capsys.readouterr().out
 
 

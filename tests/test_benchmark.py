@@ -18,6 +18,8 @@ from gradscope.data.scenes import materialise
 from gradscope.data.source import open_data
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+if str(FOLDER) not in sys.path:
+    sys.path.insert(0, str(FOLDER))
 
 
 def _load(name: str) -> ModuleType:

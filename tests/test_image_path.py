@@ -22,6 +22,8 @@ from gradscope.data.pixels import DECODES, pixel_path, turned
 from gradscope.types import Record
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "image_path.py"
+if str(FILE.parent) not in sys.path:
+    sys.path.insert(0, str(FILE.parent))
 
 
 def _load() -> ModuleType:

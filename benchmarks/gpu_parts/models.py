@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from talk import random_weights_are_meant
 from torch import Tensor
 
 from .setting import Setting
@@ -44,6 +45,7 @@ def make_model(setting: Setting, name: str, context: int) -> Model:
         return Model(name="tiny", module=module, config={"model_cfg": TINY, "preprocess_cfg": {"size": [16, 16]}})
     config = open_clip.get_model_config(name)
     config["text_cfg"]["context_length"] = context
+    random_weights_are_meant()
     module = open_clip.create_model(name, pretrained=None, device=setting.device, force_context_length=context, output_dict=True)
     return Model(name=name, module=module, config={"model_cfg": config, "preprocess_cfg": open_clip.get_model_preprocess_cfg(module)})
 

@@ -2,7 +2,7 @@
 
 Each round takes every set once, in an order drawn anew: one step that makes the log (not timed), one that is probed, one that is not.
     watched   seconds of a probed step / a plain step of the round
-    share     (watched + (every - 1) * not probed) / every - 1, at the cadence the set is meant for
+    share     (watched + (every - 1) * not probed) / every - 1, at the cadence the set is meant for; "noise" where a round saw none
     syncs     host waits in one step, as torch's sync debug mode reports them (nan on a CPU). How it can mislead: waits of other
               libraries are not seen, and one wait may cost nothing or a whole step.
 """
@@ -16,14 +16,13 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from talk import without_paths
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradscope.console import console
 from gradscope.frameworks.clip import Clip
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.probe import Probe
@@ -57,7 +56,10 @@ class Loop:
 
 
 def watching(setting: Setting) -> Iterator[Row]:
-    """Rows (case, arm, every, seconds, watched, low, high, share, syncs)."""
+    """Rows (case, arm, every, seconds, watched, low, high, share, share_low, share_high, syncs).
+
+    Of the training loops only host waits are counted, so that a CPU has no rows of them.
+    """
     name, count = ("tiny", 4) if setting.tiny else ("ViT-B-16", COUNT)
     if not setting.clock.allows(f"watching: {name}, batch {count}"):
         return
@@ -68,7 +70,7 @@ def watching(setting: Setting) -> Iterator[Row]:
     loop.step()
     for row in _probed_rows(setting, loop):
         yield {"case": case, **row}
-    for arm, waits in _loops(setting, model, batch).items():
+    for arm, waits in _loops(setting, model, batch).items() if setting.cuda else ():
         yield {"case": case, "arm": arm, "syncs": waits}
 
 
@@ -96,20 +98,9 @@ def _row(name: str, timed: list[tuple[float, float]], plain: list[float], syncs:
     shares = [(probed + (every - 1) * other) / every / base - 1 for (probed, other), base in zip(timed, plain, strict=True)]
     row: Row = {"arm": f"probe {name}", "every": every, "seconds": statistics.median(probed for probed, _ in timed), "syncs": syncs}
     return row | {
-        "watched": statistics.median(watched), "low": min(watched), "high": max(watched), "share": statistics.median(shares),
+        "watched": statistics.median(watched), "low": min(watched), "high": max(watched),
+        "share": statistics.median(shares), "share_low": min(shares), "share_high": max(shares),
     }  # fmt: skip
-
-
-@contextmanager
-def without_paths() -> Iterator[None]:
-    """Each probe says how to look at its log, which is gone by then; what else it says is shown in the end."""
-    try:
-        with console.capture() as said:
-            yield
-    finally:
-        for line in said.get().splitlines():
-            if "gradscope diagnose" not in line:
-                console.print(line, soft_wrap=True)
 
 
 def _turn(loop: Loop, output: Path, probe_set: str, measure: Callable[[], float]) -> tuple[float, float]:
