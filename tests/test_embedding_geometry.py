@@ -19,8 +19,8 @@ from gradscope.cli import app
 from gradscope.embeddings_file import save_embeddings
 from gradscope.evaluate import Embedded
 from gradscope.metrics import embedding_geometry as measure
-from gradscope.metrics.softmax import dense_anchors
 from gradscope.metrics.gallery_geometry import embedding_geometry
+from gradscope.metrics.softmax import dense_anchors
 from gradscope.protocol import Protocol
 from gradscope.quantities import quantities
 from gradscope.quantities.geometry import GAP_QUANTILES
