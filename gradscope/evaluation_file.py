@@ -13,12 +13,13 @@ from rich.table import Table
 
 from gradscope.compare import Comparison, Flip, caption_numbers
 from gradscope.contamination import Contamination
-from gradscope.data.shard_names import file_label, shown_name
+from gradscope.data.shard_names import file_label
 from gradscope.data.source import DataSource
 from gradscope.evaluate import Details, Embedded
 from gradscope.metrics.hardness_recall import DEFINITION
 from gradscope.metrics.recall import MetricRow, Retrieval, expected_rank, hit_probability
 from gradscope.metrics.winners import winners
+from gradscope.paths import shown_name
 from gradscope.protocol import Protocol
 
 NAMES = {"i2t": "image to text", "t2i": "text to image"}

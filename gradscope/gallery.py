@@ -15,6 +15,7 @@ from gradscope.data.overlap import Overlap, overlap
 from gradscope.data.source import DataSource, open_data
 from gradscope.data.usable import usable
 from gradscope.evaluate import Embedded
+from gradscope.paths import shown_name
 from gradscope.protocol import Protocol
 from gradscope.recipe import Data
 from gradscope.types import Record
@@ -76,7 +77,7 @@ def protocol_of(encoder: str, gallery: Gallery, embedded: Embedded) -> Protocol:
     """The facts beside the numbers of ``encoder`` on ``gallery``."""
     return Protocol(
         encoder=encoder,
-        data=gallery.source.name,
+        data=shown_name(gallery.source.name),
         split=gallery.split,
         sha256=gallery.sha256,
         images=len(embedded.ids),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def data_folders(given: Path | None = None) -> list[Path]:
     if os.environ.get("GRADSCOPE_DATA"):
         folders.append(Path(os.environ["GRADSCOPE_DATA"]))
     return [*folders, cache_folder() / "data"]
+
+
+def shown_name(name: str) -> str:
+    """A name of data for people and files: addresses without their query, which may hold a token."""
+    return "::".join(re.sub(r"(\w://[^?]*)\?.*", r"\1", part) for part in name.split("::"))
 
 
 def search(name: str, given: Path | None = None) -> Path | None:

@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gradscope.paths import shown_name
+
 
 def provenance(**facts: Any) -> dict[str, Any]:
     """Facts of this process, with ``facts`` added. Imports torch."""
@@ -26,7 +28,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
         "flush_denormal": not bool(torch.tensor([1e-40]).mul(1.0).count_nonzero()),
-        "argv": sys.argv,
+        "argv": [shown_name(word) for word in sys.argv],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }

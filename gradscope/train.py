@@ -29,7 +29,6 @@ from gradscope.console import console
 from gradscope.cpu_speed import cpu_speed
 from gradscope.data.batching import Batches
 from gradscope.data.image_cache import picture_reader
-from gradscope.data.shard_names import shown_name
 from gradscope.data.too_long import refuse_too_long
 from gradscope.distributed import first_rank_first, is_sharded, local, rank, shared, summed, world
 from gradscope.encoders.dual import DualEncoder
@@ -44,6 +43,7 @@ from gradscope.launch import STOPPED, told_to_stop
 from gradscope.metrics.duplicates import repeats
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
 from gradscope.parallel import Replica
+from gradscope.paths import shown_name
 from gradscope.provenance import provenance
 from gradscope.recipe import Recipe
 from gradscope.resume import check_same_data, check_same_recipe

@@ -16,10 +16,10 @@ from rich.progress import TextColumn
 
 from gradscope.console import bar, console
 from gradscope.data.batching import Batches
-from gradscope.data.shard_names import shown_name
 from gradscope.distributed import world
 from gradscope.following import Following
 from gradscope.kernels.choice import kernel_for, kernel_words
+from gradscope.paths import shown_name
 from gradscope.recipe import Recipe
 from gradscope.watch import Panel
 

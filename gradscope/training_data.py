@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from gradscope.data.identity import ItemTable, items, load_items, save_items
-from gradscope.data.shard_names import shown_name
 from gradscope.data.source import DataSource, held_out, open_data
 from gradscope.data.usable import Usable, usable
+from gradscope.paths import shown_name
 from gradscope.recipe import Data, Recipe
 from gradscope.run_checkpoints import stored_training_items
 from gradscope.types import Record

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from shard_files import pairs, tar_of
 from typer.testing import CliRunner
 
 from gradscope.cli import app
@@ -185,10 +186,18 @@ def test_content_is_compared_between_files_of_one_size_only_and_finds_all(tmp_pa
 # ---- the command
 
 
+def test_what_was_left_out_is_not_called_nothing(tmp_path):
+    tar_of(tmp_path / "one.tar", [*pairs("abc"), ("d.txt", b"a caption of no picture")])
+    result = run(tmp_path / "one.tar")
+    assert result.exit_code == 0, result.output
+    assert "nothing found that would change a result beyond what the notes above say" in result.output
+    assert "all: 1 of 4" in result.output
+
+
 def test_clean_data_leave_with_zero(clean, tmp_path):
     result = run(clean, "--output", tmp_path / "out/found.json")
     assert result.exit_code == 0, result.output
-    assert "nothing found that would change a result" in result.output
+    assert "nothing found that would change a result\n" in result.output
     found = json.loads((tmp_path / "out/found.json").read_text())
     assert found["clean"] is True
     assert [s["records"] for s in found["splits"]] == [4, 4]

@@ -162,6 +162,9 @@ def test_resume_in_mid_epoch(settings, tmp_path, arm, scenes_folder, make_encode
     train_until(recipe, tmp_path / "killed", 7)
     assert Run(tmp_path / "killed").checkpoints()[-1].name == "step-000006"
     train(recipe, tmp_path / "killed", resume=True, quiet=True)
+    said = (tmp_path / "killed" / "console.log").read_text()
+    assert "ended early: Killed" in said
+    assert "continued from step 6 of 8\n" in said
     assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -172,6 +175,7 @@ def test_resume_from_before_the_first_checkpoint(settings, tmp_path, step):
     train_until(recipe, tmp_path / "killed", step)
     assert not Run(tmp_path / "killed").checkpoints()
     train(recipe, tmp_path / "killed", resume=True, quiet=True)
+    assert "continued from step 0 of 4: no checkpoint" in (tmp_path / "killed" / "console.log").read_text()
     assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
 
 

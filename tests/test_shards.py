@@ -33,11 +33,12 @@ from gradscope.data.picture_facts import picture_facts
 from gradscope.data.pixels import PixelPath
 from gradscope.data.shard_fetch import ShardFetcher, copy_of
 from gradscope.data.shard_index import beside, index_of, key_and_ending, load, save, scan
-from gradscope.data.shard_names import MANIFEST, Shard, expand, file_label, find_shards, shown_name
+from gradscope.data.shard_names import MANIFEST, Shard, expand, file_label, find_shards
 from gradscope.data.source import open_data
 from gradscope.data.transfer import Patience
 from gradscope.data.usable import bad_pictures
 from gradscope.evaluation_file import default_path
+from gradscope.paths import shown_name
 
 QUICK = Patience(tries=3, pause=0.01, timeout=5)
 
@@ -651,7 +652,16 @@ def manifest(server: FileServer, shards: dict[str, bytes], **change: object) -> 
 
 def test_a_name_for_people_has_no_query():
     assert shown_name("https://host/x-{0..3}.tar?token=secret::a/b.tar") == "https://host/x-{0..3}.tar::a/b.tar"
+    assert shown_name("--data=s3://b/x.tar?token=secret") == "--data=s3://b/x.tar"
     assert shown_name("scenes?") == "scenes?"
+
+
+def test_a_missing_package_of_a_store_is_named(monkeypatch):
+    def absent(address):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", absent)
+    refused("s3://bucket/x.tar", "pip install 'gradscope[webdataset]' s3fs")
 
 
 def test_a_manifest_on_a_server(server: FileServer, tmp_path):

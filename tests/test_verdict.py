@@ -39,6 +39,13 @@ def summary(trained: str, below: float, undefined: int = 0) -> Summary:
     )
 
 
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_gradient_that_was_not_read_has_its_reason(divided: bool) -> None:
+    text = "\n".join(sentences(dataclasses.replace(summary("infonce", 0.0), divided=divided)))
+    assert ("not read, since the parameters were divided (--shard full)" in text) == divided
+    assert ("not counted: --probe-set full does" in text) != divided
+
+
 def lines(narrow: float, wide: float, gain: tuple[float, float, float] = (0.0, -0.1, 0.1), undefined: int = 0) -> str:
     """The verdict where shares ``narrow`` and ``wide`` of 100 batches start under 1e-3 at widths 16 and 128."""
     rows = [(width, -4.0 if k < 100 * share else -1.0) for width, share in ((16, narrow), (128, wide)) for k in range(100)]

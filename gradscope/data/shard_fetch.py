@@ -27,7 +27,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from gradscope.data.transfer import SPARE_BYTES, Patience, Remote, new_client, size_on_server, transfer
-from gradscope.paths import cache_folder
+from gradscope.paths import cache_folder, shown_name
 
 _BLOCK = 8 * 2**20
 _ASKED_AT_ONCE = 16
@@ -93,12 +93,16 @@ class ShardFetcher:
             lock.release()
 
     def _fetch(self, folder: Path, missing: Mapping[Path, Shard]) -> None:
+        if not missing:  # another process has fetched them meanwhile
+            return
         sizes = self._sizes(list(missing.values()))
         needed = sum(size or 0 for size in sizes) - sum(_part(p).stat().st_size for p in missing if _part(p).is_file())
         free = shutil.disk_usage(folder).free
         unknown = sum(size is None for size in sizes)
         amount = f"{decimal(needed)}{f' and {unknown:,} of unknown size' if unknown else ''}"
-        self.say(f"fetching {len(missing):,} shards, {amount}, into {folder} ({decimal(free)} free)")
+        count = f"{len(missing):,} shard{'' if len(missing) == 1 else 's'}"
+        source = shown_name(next(iter(missing.values())).where).rpartition("/")[0]
+        self.say(f"fetching {count}, {amount}, from {source} into {folder} ({decimal(free)} free)")
         if needed + SPARE_BYTES > free:
             raise ValueError(
                 f"{len(missing):,} shards need {amount} and {folder} has {decimal(free)} free; make room, or put the cache "

@@ -82,11 +82,6 @@ def file_label(name: str) -> str:
     return f"{plain}-and-{len(others)}-more" if others else plain
 
 
-def shown_name(name: str) -> str:
-    """A name of data for people and files: addresses without their query, which may hold a token."""
-    return "::".join(part.partition("?")[0] if is_address(part) else part for part in name.split("::"))
-
-
 def find_shards(name: str) -> ShardList:
     """Raises ValueError: a pattern that cannot be read, shards that are not there or named twice, or splits that are not clear."""
     found = _find(name)

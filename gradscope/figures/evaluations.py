@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradscope.data.shard_names import file_label
 from gradscope.figures.style import data_colours, new_figure
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ PANELS = {"i2t": "(a) image to text", "t2i": "(b) text to image"}
 def label_of(content: Mapping[str, Any]) -> str:
     """Data set and encoder, short enough for a legend."""
     protocol = content["protocol"]
-    return f"{Path(protocol['data']).name} {protocol['split']}, {Path(protocol['encoder']).name}"
+    return f"{file_label(protocol['data'])} {protocol['split']}, {Path(protocol['encoder']).name}"
 
 
 def named(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
