@@ -14,6 +14,7 @@ from gradscope.cli.figures import figure
 from gradscope.evaluate import Embedded, details, score
 from gradscope.evaluation_file import Evaluation, evaluation_content, write_json
 from gradscope.figures import figures
+from gradscope.figures.evaluations import label_of
 from gradscope.protocol import Protocol
 
 
@@ -86,3 +87,8 @@ def test_other_files_are_refused(content: dict[str, Any], tmp_path: Path) -> Non
             figure("hardness", [path], output=None)
     with pytest.raises(ValueError, match="not the JSON of an evaluation"):
         figure("hardness", [tmp_path / "none.json"], output=None)
+
+
+def test_a_line_of_shards_has_a_plain_name() -> None:
+    protocol = {"data": "https://host/set-{000..031}.tar", "split": "test", "encoder": "runs/one"}
+    assert label_of({"protocol": protocol}) == "set-000-031 test, one"
