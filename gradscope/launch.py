@@ -134,6 +134,7 @@ def processes(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # small values may be on the host
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    global _told_to_stop
     signal_before = _on_sigterm()
     try:
         store = _met(rank, size)
@@ -147,6 +148,7 @@ def processes(device: torch.device) -> Iterator[None]:
             raise
         raise Lost(LOST) from error
     finally:
+        _told_to_stop = False  # a later run of this program was not
         if signal_before is not None:
             signal.signal(signal.SIGTERM, signal_before)
 
