@@ -10,6 +10,7 @@ WAITING = (
     "nonzero",
     "masked_select",
     "unique",
+    "item",
     "is_nonzero",
     "equal.default",
     "bincount",

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from host_waits import Waits
 from repeats import generator, groups, mask, masked_step, repeated, seed, unit
 from safetensors.torch import load_file
 from test_resume import assert_equal_runs, train_until
-from test_step_reader import Syncs
 from torch import Tensor
 from toy import Toy, toy_batch, toy_reader
 
@@ -227,7 +227,7 @@ def test_neither_the_mask_nor_the_meter_makes_a_gpu_wait(duplicates: str, monkey
     reader = toy_reader(encoder)
     reader.quantities = {name: reader.quantities[name] for name in ("false_negatives", "captions", "residual", "gap", "zeros")}
     reader.begin(1, 0)
-    with Syncs() as syncs:
+    with Waits() as syncs:
         embeddings = encoder.embed(batch)
         terms = Clip(duplicates=duplicates)(embeddings, token_ids=batch.texts["full"])
         with reader.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):

@@ -11,11 +11,17 @@ import torch
 from torch.nn import functional as F
 from toy import Toy, measured, toy_batch
 
-from gradscope.objectives.scores import directed_loss
+from gradscope.objectives.scores import LOSS_FORMS
 from gradscope.quantities.precision import Precision, exact_logit_grad
 from gradscope.types import DIRECTIONS, Scores, Step
 
 KEYS = {"loss_error", "loss_relative_error", "gradient_error", "gradient_cosine", "moved_bf16", "moved_fp16"}
+
+
+def directed_loss(scores, directions, form="plain"):
+    """The mean of the given directions per anchor: [N]."""
+    rows = LOSS_FORMS[form]
+    return torch.stack([rows(scores.logits if direction == "i2t" else scores.logits.T) for direction in directions]).mean(dim=0)
 
 
 def read(step: Step) -> dict[tuple[str, str], float]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from host_waits import Waits
 from toy import Toy, readings, toy_batch, toy_reader
 
 from gradscope.assembly import make_framework, make_reader
@@ -143,24 +143,6 @@ def test_hooks_are_gone_when_the_backward_fails() -> None:
     assert not embeddings.image._backward_hooks
 
 
-class Syncs(TorchDispatchMode):
-    """Counts operations that make a GPU wait for the host: scalars read, shapes that depend on values."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal.default", "bincount")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = str(func)
-        if any(f"aten.{word}" in name for word in self.WAITING):
-            self.seen.append(name)
-        if "aten.index.Tensor" in name and any(i is not None and i.dtype == torch.bool for i in args[1]):
-            self.seen.append(f"{name} with a mask")
-        return func(*args, **(kwargs or {}))
-
-
 def test_quantities_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (counting, signed_log):  # they take a shorter way on a CPU: here they must take the GPU's
         monkeypatch.setattr(module, "waits_for_nothing", lambda tensor: False)
@@ -174,7 +156,7 @@ def test_quantities_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -
         batch = toy_batch(5, index)
         embeddings = encoder.embed(batch)
         terms = Clip()(embeddings)
-        with Syncs() as syncs:
+        with Waits() as syncs:
             with reader.watching(batch, embeddings, terms, initial_text=embeddings.text.detach()):
                 total_loss(terms).backward()
             reader.accumulated([total_loss(terms)])

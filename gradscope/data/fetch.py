@@ -13,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 
 from gradscope.data.hub import hub_remote
 from gradscope.data.info import DataInfo, Download, on_disk
-from gradscope.data.transfer import Got, Patience, Remote, examine, new_client, size_on_server, transfer
+from gradscope.data.transfer import Got, Patience, Remote, alone, examine, new_client, size_on_server, transfer
 from gradscope.data.unpack import TEMPORARY, unpack
 from gradscope.paths import data_folders
 
@@ -88,7 +87,7 @@ class Fetcher:
         if all(found.settled for found in pieces):  # also in a folder that may not be written
             return [_settled(found) for found in pieces]
         try:
-            with self._alone(folder), new_client(self.patience) as client:
+            with alone(folder, ".fetch/lock", self.say), new_client(self.patience) as client:
                 return [self._one(client, piece(folder, download)) for download in chosen]
         except OSError as error:
             what = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
@@ -112,22 +111,6 @@ class Fetcher:
         if download.hub:
             return hub_remote(download, self.patience)
         return Remote(url=download.url, size=download.size, sha256=download.sha256)
-
-    @contextmanager
-    def _alone(self, folder: Path) -> Iterator[None]:
-        from filelock import FileLock, Timeout
-
-        (folder / ".fetch").mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".fetch" / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            self.say(f"another process is fetching into {folder}; waiting for it")
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _one(self, client: Client, found: Piece) -> Fetched:
         if found.settled:

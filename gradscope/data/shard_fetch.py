@@ -17,16 +17,15 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
 
-from gradscope.data.transfer import SPARE_BYTES, Patience, Remote, new_client, size_on_server, transfer
+from gradscope.data.transfer import SPARE_BYTES, Patience, Remote, alone, new_client, size_on_server, transfer
 from gradscope.paths import cache_folder, shown_name
 
 _BLOCK = 8 * 2**20
@@ -72,25 +71,9 @@ class ShardFetcher:
         for folder, wanted in by_folder.items():
             if all(_is_whole(place, shard) for place, shard in wanted.items()):
                 continue
-            with self._alone(folder):
+            with alone(folder, ".lock", self.say):
                 self._fetch(folder, {place: shard for place, shard in wanted.items() if not _is_whole(place, shard)})
         return places
-
-    @contextmanager
-    def _alone(self, folder: Path) -> Iterator[None]:
-        from filelock import FileLock, Timeout
-
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            self.say(f"another process is fetching into {folder}; waiting for it")
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _fetch(self, folder: Path, missing: Mapping[Path, Shard]) -> None:
         if not missing:  # another process has fetched them meanwhile

@@ -18,6 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -34,6 +35,24 @@ SPARE_BYTES = 64 * 2**20
 _BLOCK = 2**20
 _SNIFFED = 512
 _MAGIC = {".zip": b"PK", ".gz": b"\x1f\x8b", ".tgz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ", ".parquet": b"PAR1"}
+
+
+@contextmanager
+def alone(folder: Path, lock: str, say: Callable[[str], object]) -> Iterator[None]:
+    """Holds ``folder``/``lock``, so that one process at a time fetches into the folder; ``say`` hears that another one does."""
+    from filelock import FileLock, Timeout
+
+    (folder / lock).parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(folder / lock)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        say(f"another process is fetching into {folder}; waiting for it")
+        held.acquire()
+    try:
+        yield
+    finally:
+        held.release()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ positive becomes exactly 0 while the negatives still have one; the residual form
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,13 +71,6 @@ def symmetric_loss(scores: Scores, form: str = "plain") -> Tensor:
     """The mean of the two directions per anchor: [N]. ``form`` is one of ``LOSS_FORMS``."""
     rows = LOSS_FORMS[form]
     return (rows(scores.logits) + rows(scores.logits.T)) / 2
-
-
-def directed_loss(scores: Scores, directions: Sequence[str], form: str = "plain") -> Tensor:
-    """The mean of the given directions per anchor: [N]; with both it is ``symmetric_loss``, to the bit."""
-    if len(directions) == 2:
-        return symmetric_loss(scores, form)
-    return LOSS_FORMS[form](scores.logits if directions[0] == "i2t" else scores.logits.T)
 
 
 class _Softplus(torch.autograd.Function):
