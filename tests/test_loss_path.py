@@ -135,7 +135,8 @@ def test_errors_are_those_of_the_tensors(precision: str) -> None:
 def test_a_gradient_that_fp16_flushes_to_zero_has_no_direction() -> None:
     image, text = rows(12, 24)
     found = measure(image, text, 10.0, path(HN(gamma=0.3)), precision="fp16", loss_scale=1e-8)
-    assert (found.zero_share, found.gradient_norm, found.gradient_error) == (1.0, 0.0, 1.0)
+    assert (found.zero_share, found.gradient_norm) == (1.0, 0.0)
+    assert found.gradient_error == pytest.approx(1.0)
     assert math.isnan(found.direction)
 
 
