@@ -169,12 +169,15 @@ def test_a_loss_scale_is_exact_in_fp32_rescues_fp16_and_can_be_too_large() -> No
 
 
 def test_the_residual_form_keeps_the_pull_where_cross_entropy_and_a_loss_scale_do_not() -> None:
-    image, text = made_pairs(0.36, pairs=64, dim=512, seed=secrets.randbits(32))
+    """At 0.46 every row is below the floor (it takes a negative at 6.5 deviations to print): a single row above it would carry
+    the whole gradient. One hard pair (i, j) then gives 2 t_j - t_i to image i and -t_j to image j, and plain fp32 keeps 2 t_j only:
+    an error of sqrt(2 / (6 - 4 c)) and a direction of (2 - c) / sqrt(6 - 4 c) with c = t_i.t_j, which is within 0.3; ties err more.
+    """
+    image, text = made_pairs(0.46, pairs=64, dim=512, seed=secrets.randbits(32))
     plain, scaled = (measure(image, text, 100.0, path(), precision="fp32", loss_scale=k) for k in (1.0, 65536.0))
     kept = measure(image, text, 100.0, path(form="residual"), precision="fp32")
-    assert plain.pull_lost > 0.9
-    assert scaled.pull_lost == plain.pull_lost
-    assert plain.gradient_error > 0.4
+    assert (plain.pull_lost, scaled.pull_lost) == (1, 1)
+    assert plain.gradient_error > 0.5
     assert plain.direction < 0.9
     assert (kept.pull_lost, kept.zero_share) == (0, 0)
     assert kept.gradient_error < 1e-3
