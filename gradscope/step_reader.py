@@ -19,6 +19,7 @@ its kernels overlap with training's.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscope.cadence import Cadence, Ledger
-from gradscope.distributed import averaged, completed, is_sharded, largest, local, rank, world
+from gradscope.distributed import averaged, completed, everyones, is_sharded, largest, local, rank, summed, world
 from gradscope.encoders.reach import plain_name
 from gradscope.heads import ROWS, Heads, Observed, Watched
 from gradscope.metrics.gradients import norm_over_ranks
@@ -39,6 +40,9 @@ from gradscope.quantities.gradient import tower_of
 from gradscope.types import STREAMED, Batch, Embeddings, Reading, Step, Term
 
 Quantity = Callable[[Step], list[Reading]]
+
+#: The key of a reading that says a quantity, or a part of the probe, failed.
+FAILED = "failed"
 
 
 @dataclass(kw_only=True)
@@ -260,7 +264,7 @@ class StepReader:
         may not exist before the first backward. ``alone``: whether that backward was of this batch only."""
         opened = self._opened
         self.abandon()
-        if opened is None:
+        if not self._everywhere(opened) or opened is None:
             return
         opened.fresh = opened.fresh and alone and any(p.grad is not None for p in self.parameters)
         opened.unscale = opened.unscale if unscale is None else unscale
@@ -271,6 +275,19 @@ class StepReader:
             self.fail("heads", error)
             return
         self._read("batch")
+
+    def _everywhere(self, opened: _Open | None) -> bool:
+        """Whether every rank has the measured batch; gradients over the parameters that one of them lacks are forgotten. What failed
+        on one rank would leave the others waiting in the collectives to come."""
+        if not (self.dealt and self._probed):
+            return opened is not None
+        grads = {} if opened is None else opened.param_grads
+        lacking = [opened is None, *(name not in grads for name in self.heads.objectives)]
+        batch, *by_name = summed(torch.tensor(lacking, dtype=torch.int64)).tolist()
+        for name, ranks in zip(self.heads.objectives, by_name, strict=True):
+            if ranks:
+                grads.pop(name, None)
+        return not batch
 
     def _known(self, embeddings: Embeddings, observed: Observed, alone: bool) -> dict[str, Watched]:
         """The objectives whose gradient the backward will not leave in ``.grad``, at the embeddings."""
@@ -310,7 +327,8 @@ class StepReader:
             known[trained] = self.heads.of_training(opened.terms[0], text, opened.observed, opened.kept, opened.unscale)
         passed = {name: opened.kept[name] * opened.unscale for name in ROWS if name in opened.kept}
         factors: dict[str, Tensor | float] = {}
-        whole = not self.sharded and (opened.fresh or bool(opened.terms))
+        # What ``.grad`` holds is the trained objective's: of our loop where no further term is trained beside it.
+        whole = not self.sharded and (trained not in opened.known if opened.terms else opened.fresh)
         if self.needs("param_grads") and trained in known and trained not in grads and whole:
             # Our loop divides by the micro-batches after the last one; what others multiply the loss by is seen at the embeddings.
             seen = 1.0 if opened.terms else self.heads.grad_factor(known[trained], passed, opened.observed)
@@ -447,11 +465,14 @@ class StepReader:
 
     def fail(self, name: str, error: Exception) -> None:
         """A failure is a reading too, and words for the console. ``name`` is a quantity, or the part of the probe that failed."""
-        self.failures.append(f"step {self._index}: '{name}' of the probe failed: {type(error).__name__}: {error}")
-        self._readings.append(Reading(quantity=name, key="failed", term="", value=1.0, unit="0/1"))
+        where = f", rank {rank()}" if rank() else ""
+        self.failures.append(f"step {self._index}{where}: '{name}' of the probe failed: {type(error).__name__}: {error}")
+        self._readings.append(_failed(name, 1.0))
 
     def flush(self) -> list[dict[str, Any]]:
-        """All readings of this step as rows for the run log, in one transfer; [] on a step that was not probed."""
+        """All readings of this step as rows for the run log, in one transfer; [] on a step that was not probed. Where rows are dealt
+        to several ranks every one must call this: what failed on another is counted and said here too."""
+        self._hear_of_failures()
         if self._step is None and not self._readings:
             return []
         with self._timed("flush"):
@@ -463,6 +484,20 @@ class StepReader:
             for name, value in self.seconds.items()
         ]
         return rows
+
+    def _hear_of_failures(self) -> None:
+        """A reading "failed" counts the ranks on which its quantity did. The numbers of a quantity that failed elsewhere stay: what is
+        dealt is put together before a quantity sees it."""
+        if not (self.dealt and self._probed):
+            return
+        own = [reading.quantity for reading in self._readings if reading.key == FAILED]
+        if not int(summed(torch.tensor(len(own)))):
+            return
+        told = everyones((own, self.failures))
+        self.failures += [line for _, lines in told for line in dict.fromkeys(lines) if line not in self.failures]
+        counts = Counter(name for names, _ in told for name in dict.fromkeys(names))
+        self._readings = [reading for reading in self._readings if reading.key != FAILED]
+        self._readings += [_failed(name, float(ranks)) for name, ranks in counts.items()]
 
     def ended(self, seconds: float) -> list[dict[str, Any]]:
         """At the very end of a step that took so long: rows on what observing costs, [] unless the step was probed.
@@ -500,6 +535,10 @@ class StepReader:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _failed(name: str, ranks: float) -> Reading:
+    return Reading(quantity=name, key=FAILED, term="", value=ranks, unit="ranks")
 
 
 def to_rows(readings: Sequence[Reading], index: int, stamps: str) -> list[dict[str, Any]]:

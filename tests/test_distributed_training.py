@@ -9,6 +9,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder
 from gradscope.evaluate import evaluate
+from gradscope.quantities.saturation import Saturation
 from gradscope.recipe import Recipe, Train, resolve
 from gradscope.runlog import Run, RunLog, comparable
+from gradscope.step_reader import StepReader
 from gradscope.training_data import training_data
+from gradscope.types import Embeddings, Reading, Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -136,6 +140,7 @@ def two(scenes: Path, encoder: Path, dropout: Path, folder: Path) -> None:
                 broken_off(folder / name, folder / f"{name} again")
         run(settings, folder / f"{name} again", optimizer=None, resume=True)
     a_loss_that_is_no_number(scenes, encoder, folder / "nan")
+    a_probe_that_fails_on_the_second_rank(scenes, encoder, folder / "failing")
 
 
 def the_layer() -> None:
@@ -202,6 +207,33 @@ def a_loss_that_is_no_number(scenes: Path, encoder: Path, output: Path) -> None:
             run(recipe(scenes, encoder, {"train.lr": 1e38}), output, optimizer=None)
     assert Run(output).steps["step"].tolist() == [1, 2]
     assert "the loss of step 2 is nan" in (output / "console.log").read_text()
+
+
+def a_probe_that_fails_on_the_second_rank(scenes: Path, encoder: Path, output: Path) -> None:
+    """A quantity at every probed step; and at the first a gradient of the second backward, at the third all of the heads, for both of
+    which the others would wait in a collective."""
+    saturation, through, known = Saturation.__call__, StepReader.replaying, StepReader._known
+
+    def broken(self: Saturation, step: Step) -> list[Reading]:
+        if distributed.rank():
+            raise ZeroDivisionError("broken on purpose")
+        return saturation(self, step)
+
+    def without_graph(reader: StepReader, embeddings: Embeddings, rows: slice) -> None:
+        cut = distributed.rank() and reader._index == 1
+        image, text = (side.detach() if cut else side for side in (embeddings.image, embeddings.text))
+        through(reader, replace(embeddings, image=image, text=text), rows)
+
+    def out_of_memory(reader: StepReader, *args: Any) -> Any:
+        if distributed.rank() and reader._index == 3:
+            raise MemoryError("broken on purpose")
+        return known(reader, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saturation, "__call__", broken)
+        patch.setattr(StepReader, "replaying", without_graph)
+        patch.setattr(StepReader, "_known", out_of_memory)
+        run(recipe(scenes, encoder, RUNS["cached"]), output)
 
 
 def embed_five(scenes: Path, encoder: Path, folder: Path) -> None:
@@ -280,6 +312,28 @@ def test_the_first_rank_alone_writes(several):
     assert "4 rows a micro-batch, 2 on each of 2 ranks" in (several / "narrow" / "console.log").read_text()
     assert "dealt to 2 ranks" in run.readings["stamps"].iloc[0]
     assert (several / "narrow" / "console.log").read_text().count("rows a micro-batch") == 1
+
+
+def test_what_fails_on_another_rank_is_counted_and_said(several):
+    found = Run(several / "failing").readings
+    failed = found[found["key"] == "failed"]
+    assert list(zip(failed["step"], failed["quantity"], failed["value"], strict=True)) == [
+        (1, "second backward", 1.0),
+        (1, "saturation", 1.0),
+        (3, "heads", 1.0),
+    ]
+    lines = (several / "failing" / "console.log").read_text().splitlines()
+    said = [line.partition("step ")[2] for line in lines if "of the probe failed" in line]
+    assert [line.partition(" of the probe")[0] for line in said] == [
+        "1, rank 1: 'second backward'",
+        "1, rank 1: 'saturation'",
+        "3, rank 1: 'heads'",
+    ]
+    first = found[found["step"] == 1]
+    assert not first[first["quantity"] == "saturation"].query("key != 'failed'").empty  # of the first rank: those of all rows
+    assert first.query("quantity == 'gradient' and term == 'hn'").empty  # a mean over ranks of which one is missing
+    whole, watched = weights(several / "cached"), weights(several / "failing")
+    assert all(torch.equal(whole[name], watched[name]) for name in whole)  # and training went on
 
 
 @pytest.mark.parametrize("name", RESUMED)
