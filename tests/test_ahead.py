@@ -33,12 +33,11 @@ def test_no_more_than_that_many_are_made_ahead():
 
 
 def test_they_are_made_while_the_consumer_works():
-    stream = ahead(time.sleep(0.2) or i for i in range(3))
-    next(stream)
-    time.sleep(1.0)
-    start = time.perf_counter()
-    assert [next(stream), next(stream)] == [1, 2]
-    assert time.perf_counter() - start < 0.2
+    made = [threading.Event() for _ in range(3)]
+    stream = ahead(made[i].set() or i for i in range(3))
+    assert next(stream) == 0
+    assert all(item.wait(60) for item in made), "the second and the third are not asked for yet"
+    assert list(stream) == [1, 2]
 
 
 def test_an_error_comes_in_its_place():

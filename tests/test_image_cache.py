@@ -161,11 +161,12 @@ def test_torn_files_are_taken_up_again(tmp_path, own_cache, torn):
 
 SCRIPT = """
 import sys, time
+pause = float(sys.argv.pop(1))
 from gradscope.data.image_cache import cached_pixels
 from gradscope.data.pixels import PixelPath, pixel_path
 levels = PixelPath.levels
 def slow(self, path):
-    time.sleep(0.02)
+    time.sleep(pause)
     return levels(self, path)
 PixelPath.levels = slow
 print("ready", flush=True)
@@ -173,15 +174,15 @@ cached_pixels(sys.argv[1:], pixel_path({"size": 16}), say=lambda line: print(lin
 """
 
 
-def start(paths: list[str]) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, *paths], stdout=subprocess.PIPE, text=True)
+def start(paths: list[str], pause: float = 0.02) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(pause), *paths], stdout=subprocess.PIPE, text=True)
 
 
 def test_killed_and_two_at_once(tmp_path, own_cache):
     """One process is killed in the middle; then two fill the rest together, and neither decodes what is there."""
     paths, read = make(tmp_path / "a", 60), pixel_path({"size": 16})
-    killed = start(paths)
-    deadline = time.monotonic() + 60
+    killed = start(paths, pause=0.1)
+    deadline = time.monotonic() + 120
     index = own_cache / "images" / image_cache._name(read) / "index.bin"
     while time.monotonic() < deadline and not (index.is_file() and index.stat().st_size >= 10 * ROW):
         assert killed.poll() is None
@@ -191,7 +192,7 @@ def test_killed_and_two_at_once(tmp_path, own_cache):
     done = index.stat().st_size // ROW
     assert 10 <= done < 60
     both = [start(paths), start(paths)]
-    words = "".join(process.communicate(timeout=60)[0] for process in both)
+    words = "".join(process.communicate(timeout=120)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0]
     assert f"{60 - done} to decode now" in words
     assert "all decoded before" in words

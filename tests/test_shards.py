@@ -707,7 +707,7 @@ def test_two_processes_fetch_each_shard_once(server: FileServer, tmp_path):
     for k in range(6):
         server.add(f"p/{k}.tar", secrets.token_bytes(3_000_000))
     both = [subprocess.Popen([sys.executable, "-c", FETCH, *addresses], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    paths = [process.communicate(timeout=60)[0] for process in both]
+    paths = [process.communicate(timeout=120)[0] for process in both]
     assert paths[0] == paths[1]
     for k, path in enumerate(paths[0].split()):
         assert Path(path).read_bytes() == server.files[f"/p/{k}.tar"].content

@@ -11,7 +11,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from gradscope.metrics import octaves
 from gradscope.quantities import captions
 from gradscope.recipe import resolve
 from gradscope.runlog import Run, RunLog
+from gradscope.sinks import feed as feeds
 from gradscope.sinks import parse, points, require, sinks
 from gradscope.sinks.feed import STATE, Feed, open_feeds, replay
 from gradscope.sinks.points import METRICS, READINGS, STEPS, Histogram, Point
@@ -76,6 +76,8 @@ def wandb_records(file: Path):
             at += left
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):  # being written
+            return
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -278,13 +280,16 @@ KILLED = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from test_sinks import ALL, create, open_feeds, write
+from test_sinks import ALL, create, from_wandb, open_feeds, write
 log = create(Path(sys.argv[1]))
 for feed in open_feeds(ALL, log.path, {"train": {"lr": 1e-5}}, say=print):
     log.listen(feed)
 for step in range(1, 8):
     write(log, step)
-time.sleep(2.5)  # W&B writes once a second
+deadline = time.monotonic() + 120
+while [s for s, _ in from_wandb(log.path)[0].get("train/loss", [])] != list(range(1, 8)):  # W&B writes once a second
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -346,14 +351,26 @@ class Broken:
         raise ConnectionError("still no route")
 
 
-def test_a_failing_sink_is_counted_said_once_and_ends_nothing(tmp_path: Path):
+class Clock:
+    """A made-up one, which a busy machine does not slow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(feeds, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_failing_sink_is_counted_said_once_and_ends_nothing(tmp_path: Path, monkeypatch):
+    clock = Clock(monkeypatch)
     said: list[str] = []
     sink = Broken()
     with create(tmp_path / "run") as log:
         log.listen(Feed("wandb", sink, log.path, everything=False, say=said.append))
         for step in range(1, 10):
             sink.up = not 3 <= step <= 5
-            time.sleep(0.02)  # longer than the pause after so quick a failure
+            clock.now += 1  # longer than the pause after so quick a failure
             log.write_steps([step_row(step)])
         log.write_readings([reading(9, [1.0, 2.0], "zeros", "positive_zero.i2t")])
         log.finish()
@@ -369,21 +386,27 @@ def test_a_failing_sink_is_counted_said_once_and_ends_nothing(tmp_path: Path):
 class Slow(Broken):
     """A server that never answers."""
 
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
     def write(self, points: list[Point]) -> None:
-        time.sleep(0.1)
+        self.clock.now += 5
+        self.got += points
         raise TimeoutError
 
 
-def test_a_sink_that_hangs_before_it_fails_is_left_alone_for_a_while(tmp_path: Path):
+def test_a_sink_that_hangs_before_it_fails_is_left_alone_for_a_while(tmp_path: Path, monkeypatch):
+    clock = Clock(monkeypatch)
     said: list[str] = []
-    start = time.monotonic()
+    sink = Slow(clock)
     with create(tmp_path / "run") as log:
-        feed = Feed("mlflow", Slow(), log.path, everything=False, say=said.append)
+        feed = Feed("mlflow", sink, log.path, everything=False, say=said.append)
         log.listen(feed)
         for step in range(1, 50):
             log.write_steps([step_row(step)])
-            time.sleep(0.01)
-    assert time.monotonic() - start < 1.5, "of 4.9 seconds of time-outs, one"
+            clock.now += 2
+    assert [p.step for p in sink.got if p.name == "train/loss"] == [1, 26], "of 49 time-outs of 5 seconds, one in each 50 seconds"
     assert feed.lost == 49
     assert len(said) == 3
 

@@ -262,9 +262,9 @@ def test_a_giant_caption_costs_seconds_at_most(build, family, piece):
     """Two hundred thousand characters, as one word where the piece has no space: a quadratic merge would take minutes."""
     tokenizer = build(family, 77)
     caption = piece * (200_000 // len(piece))
-    start = time.perf_counter()
+    start = time.process_time()
     tokenized = tokenizer.tokenize([caption])
-    assert time.perf_counter() - start < 20  # about one on an idle machine
+    assert time.process_time() - start < 20  # about one
     assert int(tokenized.lengths) > 1000 or piece == "?!"  # SigLIP drops punctuation
     assert tokenized.truncated() == 1 or piece == "?!"
 

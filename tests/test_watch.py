@@ -28,8 +28,8 @@ from gradscope.sparkline import LEVELS, sparkline
 from gradscope.watch import TALL, WINDOW, Panel, heading, watch
 
 
-def console(width: int = 80, height: int = 50) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+def console(width: int = 80, height: int = 50, file: io.StringIO | None = None) -> Console:
+    return Console(file=file or io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
 
 
 def text_of(path: Path, width: int = 80, height: int = 50) -> str:
@@ -300,10 +300,19 @@ with RunLog.reopen(Path(sys.argv[1]), step=0, provenance={"width": 16, "total_st
 
 def test_it_follows_another_process_to_its_end(tmp_path: Path):
     create(tmp_path / "run").close()
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run"), str(Path(__file__).parent)])
-    drawn = console(100, 60)
+    started: list[subprocess.Popen] = []
+
+    class Screen(io.StringIO):
+        """Starts the writer once the first frame is drawn, so that there is a frame without a step on any machine."""
+
+        def write(self, text: str) -> int:
+            if "no step yet" in text and not started:
+                started.append(subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run"), str(Path(__file__).parent)]))
+            return super().write(text)
+
+    drawn = console(100, 60, Screen())
     watch(tmp_path / "run", drawn, every=0.05)
-    assert process.wait() == 0
+    assert started[0].wait() == 0
     text = drawn.file.getvalue()
     assert "step 12 of 12 · epoch 1 · attempt 2" in text
     assert text.count("step 12 of 12") >= 1
