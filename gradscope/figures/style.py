@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 COLUMN_INCHES = 3.25  # one text column
 DOUBLE_INCHES = 6.75  # both columns
+DPI = 300
 
 #: The one colour table (Okabe and Ito's palette). Keys of objectives are the registry's names.
 OBJECTIVE_COLOURS = {
@@ -57,7 +58,7 @@ _SETTINGS: dict[Any, Any] = {
     "lines.linewidth": 1.2,
     "pdf.fonttype": 42,  # TrueType: text stays text when the PDF is edited
     "ps.fonttype": 42,
-    "savefig.dpi": 300,
+    "savefig.dpi": DPI,
 }
 
 
@@ -98,13 +99,31 @@ def data_colours(names: Sequence[str]) -> dict[str, str]:
 def save(figure: Figure, frame: DataFrame, stem: str | Path) -> list[Path]:
     """Writes ``stem``.pdf, .png (300 dpi) and .csv (the numbers drawn) and returns the three paths.
 
-    No creation date is written into the files, so that equal data give equal bytes.
+    Both pictures have the same layout. No creation date is written into the files, so that equal data give equal bytes.
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.parent / f"{stem.name}{suffix}" for suffix in (".pdf", ".png", ".csv")]
-    with paper_style():
+    with paper_style(), _laid_out(figure):
         figure.savefig(paths[0], metadata={"CreationDate": None})
-        figure.savefig(paths[1], dpi=300, metadata={"Software": None})
+        figure.savefig(paths[1], dpi=DPI, metadata={"Software": None})
     frame.to_csv(paths[2], index=False)
     return paths
+
+
+@contextmanager
+def _laid_out(figure: Figure) -> Iterator[None]:
+    """Placed once, as the PNG wants it: each file would be placed on its own, and drawn twice for that."""
+    engine = figure.get_layout_engine()
+    if engine is None:
+        yield
+        return
+    before = figure.dpi
+    figure.dpi = DPI
+    engine.execute(figure)
+    figure.set_layout_engine("none")
+    try:
+        yield
+    finally:
+        figure.dpi = before
+        figure.set_layout_engine(engine)
