@@ -76,7 +76,7 @@ def median_interval(
         lower, upper = (reached < half).sum(1), (reached <= half).sum(1)  # the two middle places; one when the count is odd
         return ((ranked[lower] + ranked[upper]) / 2)[:, None]
 
-    low, high = _interval(median, int(np.max(group)) + 1, resamples, seed, level)
+    low, high = _interval(median, int(group.max()) + 1, resamples, seed, level)
     return float(low[0]), float(high[0])
 
 
