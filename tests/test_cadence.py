@@ -128,22 +128,17 @@ def test_without_a_budget_the_schedule_stays_and_the_cost_is_still_told() -> Non
     assert [(row["step"], row["key"], row["value"]) for row in rows] == [(6, "share", 0.05), (11, "share", 0.05)]
 
 
-def rank(number: int, port: int, found: str) -> None:
+def rank(number: int, found: str) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{found}/meeting", rank=number, world_size=2)
     probed, _ = steps_probed(0.02, 1, [1.0] * 100, inside=0.4 if number else 0.1)
     torch.save(probed, f"{found}/{number}.pt")
     dist.destroy_process_group()
 
 
 def test_ranks_look_at_the_same_steps(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(rank, args=(port, str(tmp_path)), nprocs=2)
+    mp.spawn(rank, args=(str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{number}.pt") for number in (0, 1))
     assert first == second == [1, 21, 41, 61, 81], "the dearer rank decides"
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
-import socket
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,10 +51,9 @@ def captions(folder: Path) -> Captions:
 # ---- two processes
 
 
-def _process(rank: int, folder: Path, port: int, seed: int) -> None:
+def _process(rank: int, folder: Path, seed: int) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     try:
         course = Course(shared=True, state=folder / "state", save_every=0.0)
         found = caption_geometry(unit_rows(310, seed), block=BLOCK, exact_quantiles=True, course=course)
@@ -77,10 +74,7 @@ def shared(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[int, Path, list[Found]]:
     folder, seed = tmp_path_factory.mktemp("shared"), secrets.randbits(31)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_process, args=(folder, port, seed), nprocs=2)
+    mp.spawn(_process, args=(folder, seed), nprocs=2)
     return seed, folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 

@@ -5,8 +5,6 @@ and through joined rows the mean gradient of a tower's weights.
 from __future__ import annotations
 
 import math
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +63,9 @@ def tower(case: str) -> Tensor:
     return summed(weight.grad) / world()
 
 
-def _process(rank: int, folder: Path, port: int) -> None:
+def _process(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     try:
         torch.save({case: {**measured(case), "tower": tower(case)} for case in CASES}, folder / f"{rank}.pt")
         with pytest.raises(ValueError, match="do not divide among 3 processes"):
@@ -80,10 +77,7 @@ def _process(rank: int, folder: Path, port: int) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_process, args=(folder, port), nprocs=RANKS)
+    mp.spawn(_process, args=(folder,), nprocs=RANKS)
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
