@@ -90,8 +90,9 @@ def values(rows: Tensor) -> tuple[Tensor, Tensor, float]:
     """Ours without indices: histogram, hardest cosines, mean."""
     block = default_block(rows.device)
     sweep = Sweep.of(rows, block)
-    for i, j in block_pairs(len(rows), block):
-        sweep.add(i, j)
+    with sweep.seen(block_pairs(len(rows), block)) as found:
+        for seen in found:
+            sweep.take(seen)
     return sweep.counts, sweep.best, mean_cosine(rows)
 
 

@@ -18,6 +18,7 @@ LAYERS = {
     0: [
         "types",
         "registry",
+        "run_tables",
         "runlog",
         "console",
         "sparkline",
@@ -31,6 +32,7 @@ LAYERS = {
         "joining",
         "silent_log",
         "launch",
+        "tile_threads",
     ],
     1: ["objectives", "kernels", "metrics", "data", "sinks"],
     2: ["quantities", "encoders", "frameworks", "recipe", "cadence"],

@@ -35,6 +35,7 @@ from gradscope.metrics.long_sweep import Course, Progress, run
 from gradscope.metrics.pair_quantiles import BIN_WIDTH, QUANTILES, binned_quantiles, refined_quantiles
 from gradscope.metrics.pair_sweep import BINS, NEAR, Sweep, block_pairs, default_block, number_of_pairs
 from gradscope.products import Shape, fast_fp32
+from gradscope.tile_threads import workers
 
 __all__ = ["BINS", "BIN_WIDTH", "NEAR", "QUANTILES", "Course", "Geometry", "Progress", "caption_geometry", "estimate", "mean_cosine"]
 
@@ -124,16 +125,17 @@ def estimate(rows: Tensor, *, block: int | None = None, processes: int = 1) -> t
     with fast_fp32(unit.device, *_shapes(unit, block)):
         sweep = Sweep.of(unit, block)
         some = list(islice(pairs, 0, None, max(1, number_of_pairs(len(unit), block) // _TIMED_PAIRS)))[: _TIMED_PAIRS + 1]
-        sweep.add(*some[0])  # the first call pays for the start of threads
-        pair = _seconds(lambda: _add(sweep, some), unit.device) / len(some)
+        _take(sweep, some[:1])  # the first call pays for the start of threads
+        pair = _seconds(lambda: _take(sweep, some), unit.device) / len(some)
         row = _seconds(lambda: _per_row(unit[:block]), unit.device) / min(block, len(unit))
     seconds = pair * (number_of_pairs(len(unit), block) / processes + blocks / 2) + row * len(unit)  # a half: finding the indices
-    return seconds, 48 * len(unit) + 16 * min(block, len(unit)) ** 2
+    return seconds, 48 * len(unit) + 8 * workers(unit.device) * min(block, len(unit)) ** 2
 
 
-def _add(sweep: Sweep, pairs: list[tuple[int, int]]) -> None:
-    for i, j in pairs:
-        sweep.add(i, j)
+def _take(sweep: Sweep, pairs: list[tuple[int, int]]) -> None:
+    with sweep.seen(pairs) as found:
+        for seen in found:
+            sweep.take(seen)
 
 
 def _per_row(unit: Tensor) -> None:

@@ -5,7 +5,8 @@ Each pair i < j is multiplied once, in fp32; from a block come
     best      h_i = max_{j != i} <t_i, t_j>, and the span of rows that holds it (the earliest on a tie), for rows and for columns
     near      how many neighbours are at ``NEAR`` or above
 A maximum with its index costs more than the product itself, so the index is found afterwards, in the one span of rows known to hold it.
-Nothing here makes a GPU wait for the host.
+On a CPU each thread keeps a block from the product to the counts (``gradscope.tile_threads``), in place. Nothing here makes a GPU wait
+for the host.
 
 Over several processes the block pairs are dealt out in turn; counts add up, and of two hardest neighbours the larger wins, then the
 earlier span: the answer is that of one process.
@@ -16,13 +17,16 @@ How it can mislead: fp32 rounds, so a cosine within 1e-6 of the edge of a bin ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradscope import distributed
+from gradscope.tile_threads import in_order
 
 BINS = 200  # below 256, so that two cells make one small number
 NEAR = 0.9  # "a near neighbour"
@@ -47,6 +51,17 @@ def number_of_pairs(n: int, block: int) -> int:
     """How many ``block_pairs`` gives."""
     blocks = math.ceil(n / block)
     return blocks * (blocks + 1) // 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Seen:
+    """What one block pair gave: O(block) numbers for its rows, and for its columns where they are other rows."""
+
+    i: int
+    j: int
+    counts: Tensor  # int64 [BINS]
+    hardest: tuple[tuple[Tensor, Tensor], ...]  # (cosine, number of the span that holds it), of the rows and of the columns
+    near: tuple[Tensor, ...]  # int64, likewise; empty where there is none
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,42 +95,49 @@ class Sweep:
             memory=_Memory(min(block, n), device),
         )
 
-    def add(self, i: int, j: int) -> None:
-        """One block pair, i <= j, each once, and those of one row of blocks from left to right."""
-        rows, columns = self.unit[i : i + self.block], self.unit[j : j + self.block]
-        cosine = torch.mm(rows, columns.T, out=self.memory.product(len(rows), len(columns)))
-        self.counts += self._histogram(cosine, same=i == j)
-        if i == j:
-            cosine.fill_diagonal_(-math.inf)
-        best, part = _hardest(cosine.split(self.span, dim=1), dim=1)
-        self._update(i, best, j + part * self.span)
-        if i != j:
-            other, part = _hardest(cosine.split(self.span), dim=0)
-            self._update(j, other, i + part * self.span)
-        if cosine.is_cuda or bool(best.max() >= NEAR):
-            self._add_near(i, j, cosine)
+    @contextmanager
+    def seen(self, pairs: Iterable[tuple[int, int]]) -> Iterator[Iterator[Seen]]:
+        """What each of the block pairs i <= j gives, in their order, to be taken by ``take``."""
+        with in_order(self._look, pairs, self.unit.device) as found:
+            yield found
 
-    def _histogram(self, cosine: Tensor, same: bool) -> Tensor:
-        """int64 [BINS]; values a rounding error outside [-1, 1] go to the outer bins; in a block with itself a pair counts once."""
-        scaled = torch.add(cosine.new_tensor(BINS / 2), cosine, alpha=BINS / 2, out=self.memory.scratch(*cosine.shape))
-        if same:
-            scaled.triu_(1)  # the others count in the first bin, and are taken off again
-        self.memory.cells(*cosine.shape).copy_(scaled)  # towards zero, so that a little below -1 is in the first bin
-        found = _cell_counts(self.memory.cells_in_line(cosine.numel()))
-        found[0] -= len(cosine) * (len(cosine) + 1) // 2 if same else 0
-        found[BINS - 1] += found[BINS]
-        return found[:BINS]
+    def take(self, seen: Seen) -> None:
+        """Adds one block pair, each once, and those of one row of blocks from left to right."""
+        self.counts += seen.counts
+        for at, other, (best, part) in zip((seen.i, seen.j), (seen.j, seen.i), seen.hardest, strict=False):
+            self._update(at, best, other + part * self.span)
+        for at, near in zip((seen.i, seen.j), seen.near, strict=False):
+            self.near[at : at + len(near)] += near
 
     def _update(self, at: int, best: Tensor, winner: Tensor) -> None:
         part = slice(at, at + len(best))
         self.winner[part] = torch.where(best > self.best[part], winner, self.winner[part])
         torch.maximum(self.best[part], best, out=self.best[part])
 
-    def _add_near(self, i: int, j: int, cosine: Tensor) -> None:
-        near = torch.ge(cosine, NEAR, out=self.memory.scratch(*cosine.shape))  # 0 or 1 in fp32: faster than bool, to make and to add
-        self.near[i : i + len(near)] += near.sum(1).long()
-        if i != j:
-            self.near[j : j + near.shape[1]] += near.sum(0).long()
+    def _look(self, pair: tuple[int, int]) -> Seen:
+        """One block pair; several threads may look at a time."""
+        i, j = pair
+        rows, columns = self.unit[i : i + self.block], self.unit[j : j + self.block]
+        cosine = torch.mm(rows, columns.T, out=self.memory.tile(len(rows), len(columns)))
+        if i == j:
+            cosine.fill_diagonal_(-math.inf)
+        dims = (1,) if i == j else (1, 0)
+        hardest = tuple(_hardest(cosine, self.span, dim) for dim in dims)
+        near = _near(cosine, hardest[0][0], dims)
+        return Seen(i=i, j=j, counts=self._histogram(cosine, same=i == j), hardest=hardest, near=near)
+
+    def _histogram(self, cosine: Tensor, same: bool) -> Tensor:
+        """int64 [BINS]; values a rounding error outside [-1, 1] go to the outer bins; in a block with itself a pair counts once.
+
+        Takes the tile's memory for the cells.
+        """
+        torch.add(cosine.new_full((), BINS / 2), cosine, alpha=BINS / 2, out=cosine)
+        if same:
+            cosine.triu_(1)  # the others count in the first bin, and are taken off again
+        found = _cell_counts(self.memory.cells(cosine))
+        found[0] -= len(cosine) * (len(cosine) + 1) // 2 if same else 0
+        found[BINS - 1] += found[BINS]
+        return found[:BINS]
 
     def merge(self) -> None:
         """Join what the processes of torch.distributed saw; a collective, after which each holds the whole."""
@@ -144,33 +166,46 @@ class Sweep:
         return start + cosine.argmax(1)
 
 
-class _Memory:
-    """Room for one block in each form it takes; every block uses it again."""
+class _Memory(threading.local):
+    """Room for one block in each thread; every block uses it again."""
 
     def __init__(self, block: int, device: torch.device) -> None:
-        self._numbers = torch.empty(2, block * block, device=device)
-        self._cells = torch.empty(block * block + 1, dtype=torch.int32, device=device)
+        self._numbers = torch.empty(block * block + 1, device=device)
 
-    def product(self, rows: int, columns: int) -> Tensor:
-        return self._numbers[0, : rows * columns].view(rows, columns)
+    def tile(self, rows: int, columns: int) -> Tensor:
+        return self._numbers[: rows * columns].view(rows, columns)
 
-    def scratch(self, rows: int, columns: int) -> Tensor:
-        return self._numbers[1, : rows * columns].view(rows, columns)
-
-    def cells(self, rows: int, columns: int) -> Tensor:
-        return self._cells[: rows * columns].view(rows, columns)
-
-    def cells_in_line(self, n: int) -> Tensor:
-        """The first n cells, and one that is skipped where n is odd."""
-        self._cells[n : n + n % 2] = _SKIPPED
-        return self._cells[: n + n % 2]
+    def cells(self, tile: Tensor) -> Tensor:
+        """The tile's numbers as int32 in its own place, towards zero (a little below -1 is in the first bin), and one that is skipped
+        where they are odd in number."""
+        n = tile.numel()
+        cells = self._numbers.view(torch.int32)[: n + n % 2]
+        cells[:n].copy_(tile.view(-1))
+        cells[n:] = _SKIPPED
+        return cells
 
 
-def _hardest(parts: Sequence[Tensor], dim: int) -> tuple[Tensor, Tensor]:
-    """Largest along ``dim`` over all parts, and the number of the part that holds it."""
-    best = torch.stack([part.amax(dim) for part in parts])  # [parts, rows]
-    value, at = best.max(0)
+def _hardest(cosine: Tensor, span: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Largest along ``dim``, and the number of the span that holds it, the first on a tie."""
+    size = cosine.shape[dim]
+    whole = size // span * span
+    best = cosine.narrow(dim, 0, whole).unflatten(dim, (whole // span, span)).amax(dim + 1)  # the spans stand along ``dim``
+    if whole < size:
+        best = torch.cat([best, cosine.narrow(dim, whole, size - whole).amax(dim, keepdim=True)], dim=dim)
+    value, at = best.max(dim)
     return value, at
+
+
+def _near(cosine: Tensor, best: Tensor, dims: Sequence[int]) -> tuple[Tensor, ...]:
+    """How many are at ``NEAR`` or above, along each of ``dims``. A CPU looks only at rows with one; a GPU would have to wait."""
+    if cosine.is_cuda:
+        return tuple((cosine >= NEAR).sum(dim) for dim in dims)
+    some = torch.nonzero(best >= NEAR)[:, 0]
+    if len(some) == 0:
+        return ()
+    near = cosine[some].ge_(NEAR)  # 0 or 1 in fp32: faster than bool, to make and to add
+    rows = torch.zeros_like(best, dtype=torch.int64).index_copy_(0, some, near.sum(1).long())
+    return (rows, near.sum(0).long())[: len(dims)]
 
 
 def _cell_counts(cells: Tensor) -> Tensor:

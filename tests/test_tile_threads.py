@@ -1,0 +1,108 @@
+"""Tiles on several threads: the results in order, torch's number of threads as it was, errors where they belong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from gradscope.metrics.geometry import caption_geometry
+from gradscope.tile_threads import MOST, in_order, workers
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def slow_start(k: int) -> tuple[int, int, str]:
+    time.sleep(0.02 if k == 0 else 0.0)  # the first is done last
+    return k * k, torch.get_num_threads(), threading.current_thread().name
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("n", [0, 1, 40])
+def test_results_come_in_order_from_threads_of_one(threads: int, n: int) -> None:
+    with torch_threads(threads):
+        with in_order(slow_start, range(n), CPU) as found:
+            results = list(found)
+        assert torch.get_num_threads() == threads
+    assert [square for square, *_ in results] == [k * k for k in range(n)]
+    assert {inner for _, inner, _ in results} <= {1}
+    assert all(name.startswith("tiles") == (threads > 1) for *_, name in results)
+
+
+def test_items_are_read_as_they_are_needed() -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[int]:
+        for k in range(1000):
+            read.append(k)
+            yield k
+
+    with torch_threads(2), in_order(abs, items(), CPU) as found:
+        assert next(found) == 0
+        assert len(read) < 20
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_is_raised_where_the_result_is_taken(threads: int) -> None:
+    with torch_threads(threads):
+        with in_order(lambda k: 1 / k, [2, 1, 0, 4], CPU) as found:
+            assert [next(found), next(found)] == [0.5, 1.0]
+            with pytest.raises(ZeroDivisionError):
+                next(found)
+        assert torch.get_num_threads() == threads
+
+
+def test_leaving_early_drops_the_rest() -> None:
+    done: list[int] = []
+
+    def stop() -> None:
+        with in_order(done.append, range(10_000), CPU) as found:
+            next(found)
+            raise KeyboardInterrupt
+
+    with torch_threads(2):
+        with pytest.raises(KeyboardInterrupt):
+            stop()
+        assert torch.get_num_threads() == 2
+    assert len(done) < 20
+    assert not any(thread.name.startswith("tiles") for thread in threading.enumerate())
+
+
+def test_how_many() -> None:
+    with torch_threads(1):
+        assert workers(CPU) == 1
+    with torch_threads(3):
+        assert workers(CPU) == 3
+        assert workers(torch.device("cuda")) == 1
+    with torch_threads(2 * MOST):
+        assert workers(CPU) == MOST
+        with in_order(slow_start, range(3), CPU) as found:
+            assert {inner for _, inner, _ in found} == {2}
+
+
+def test_geometry_does_not_depend_on_the_threads() -> None:
+    rows = torch.nn.functional.normalize(torch.randn(700, 24) + 0.6, dim=1)
+    rows[300:320] = rows[:20]  # ties: the earliest wins
+    found = []
+    for threads in (1, 2, 4):
+        with torch_threads(threads):
+            found.append(caption_geometry(rows, block=64))
+    for other in found[1:]:
+        assert other.counts.tolist() == found[0].counts.tolist()
+        assert other.hardest_index.tolist() == found[0].hardest_index.tolist()
+        assert other.near_counts.tolist() == found[0].near_counts.tolist()
+        assert other.top_pairs == found[0].top_pairs
