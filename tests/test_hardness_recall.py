@@ -122,11 +122,11 @@ def test_the_curve_equals_every_subset(n_images: int, n_texts: int) -> None:
 
 
 def test_the_curve_equals_drawing() -> None:
-    """Within 4 standard errors of 3,000 random galleries of 30 out of 400."""
+    """Within 6 standard errors (1 draw of 5e8 is further away) of 3,000 random galleries of 30 out of 400."""
     images = unit(400, 8)
     texts = torch.nn.functional.normalize(images + 0.5 * torch.randn(400, 8), dim=-1)
     counts = ranks(images, texts, torch.arange(400))[1]
-    (point,) = gallery_curve(counts, (30,), resamples=20)
+    (point,) = gallery_curve(counts, (30,), resamples=200)
     scores = (texts.double() @ images.double().T).numpy()
     generator = np.random.default_rng()
     hits = []
@@ -134,7 +134,7 @@ def test_the_curve_equals_drawing() -> None:
         drawn = generator.choice(400, 30, replace=False)
         part = scores[np.ix_(drawn, drawn)]
         hits.append((part.argmax(1) == np.arange(30)).mean())
-    assert point.value == pytest.approx(np.mean(hits), abs=4 * np.std(hits) / np.sqrt(3000))
+    assert point.value == pytest.approx(np.mean(hits), abs=6 * np.std(hits) / np.sqrt(3000))
     assert point.low <= point.value <= point.high
 
 
