@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradscope.runlog import COLUMNS, Run
+from gradscope.run_tables import COLUMNS
+from gradscope.runlog import Run
 
 TABLES = tuple(COLUMNS)
 FORMATS = (".csv", ".parquet")

@@ -1,6 +1,6 @@
 """A run as it grows: the few series that a live view shows, kept up to date from the lines that were added. Never imports torch.
 
-Rows of an attempt that a newer one has replaced are dropped as soon as the newer one writes, by the rule of ``gradscope.runlog``.
+Rows of an attempt that a newer one has replaced are dropped as soon as the newer one writes, by the rule of ``gradscope.run_tables``.
 How it can mislead: a run in another process is seen up to its last whole line; its age says how long ago that was.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from gradscope.judgement import window
-from gradscope.runlog import IDENTITY, Run, Tail
+from gradscope.run_tables import IDENTITY, Tail
+from gradscope.runlog import Run
 
 #: The readings a live view needs, by quantity; all their terms.
 WANTED: dict[str, tuple[str, ...]] = {

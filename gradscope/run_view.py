@@ -24,7 +24,8 @@ import numpy as np
 
 from gradscope.judgement import unit_of, window
 from gradscope.recording import measured_by, recorded_by
-from gradscope.runlog import Run, was_streamed
+from gradscope.run_tables import was_streamed
+from gradscope.runlog import Run
 from gradscope.types import DIRECTIONS
 from gradscope.verdict import TERMS
 

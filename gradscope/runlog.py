@@ -4,14 +4,9 @@
     arrays/  checkpoints/step-000500/  figures/  DONE (written last)
     sinks.json  tensorboard/  wandb/  mlflow.db     belong to ``gradscope.sinks``
 
-The three ``.jsonl`` files are long tables: a schema header, then one JSON object per line, only ever appended. A resumed run
-appends under a higher ``attempt``. Let attempt b start after step r_b; then a row (attempt a, step t) counts only while no
-newer attempt b > a has r_b < t, and of two rows with one identity the newer attempt's counts. That is decided here, when
-reading, so that nothing that was measured is ever erased.
+The three ``.jsonl`` files are the tables of ``gradscope.run_tables``, which says which rows count after a run was resumed.
 
 How it can mislead: a run that is still being written, or was killed, is read up to its last whole line; ``Run.done`` tells.
-A non-finite value is written as the string "nan", "inf" or "-inf" and comes back as a float; a missing one is null. In a frame
-of numbers both look like NaN.
 
 This file never imports torch, and pandas only where a frame is made.
 """
@@ -19,7 +14,6 @@ This file never imports torch, and pandas only where a frame is made.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tomllib
@@ -32,54 +26,27 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gradscope.types import NEED_CELLS, STREAMED
+from gradscope.run_tables import (
+    COLUMNS,
+    IDENTITY,
+    SCHEMA_VERSION,
+    counting,
+    cut_torn_line,
+    encoded,
+    open_table,
+    plain,
+    read_rows,
+    table_file,
+    was_streamed,
+    write_all,
+)
+from gradscope.types import NEED_CELLS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
-
-#: The columns every row of a table has. ``steps`` rows carry more (one per loss term, the rate, throughput, ...).
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "steps": ("attempt", "step", "samples", "epoch", "loss"),
-    "readings": ("attempt", "step", "quantity", "term", "key", "value", "unit", "stamps"),
-    "evals": (
-        *("attempt", "step", "epoch", "dataset", "split", "direction", "metric", "value"),
-        *("low", "high", "n_queries", "n_candidates", "protocol"),
-    ),
-}
-
-#: What makes two rows of a table the same measurement.
-IDENTITY: dict[str, list[str]] = {
-    "steps": ["step"],
-    "readings": ["step", "quantity", "term", "key"],
-    "evals": ["step", "dataset", "split", "direction", "metric", "protocol"],
-}
-
-#: Columns of words: here "nan" and "inf" are words too.
-TEXT_COLUMNS = frozenset({"quantity", "term", "key", "unit", "stamps", "dataset", "split", "direction", "metric", "protocol"})
-
-#: Columns that two equal runs need not share: clocks, throughput, memory, and which attempt wrote the row.
-VOLATILE_COLUMNS = ("attempt", "time", "seconds", "wait_seconds", "probe_seconds", "images_per_s", "peak_mem")
-
-#: Units of readings that two equal runs need not share.
-VOLATILE_UNITS = ("s", "ms", "MB", "MiB", "share of plain time")
-
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _ARRAY_NAME = re.compile(r"[A-Za-z0-9_.=-]+")
-
-
-def comparable(frame: pd.DataFrame) -> pd.DataFrame:
-    """The part of a steps, readings or evals frame that must be equal in two equal runs (see ``VOLATILE_COLUMNS``)."""
-    if "unit" in frame:
-        frame = frame[~frame["unit"].isin(VOLATILE_UNITS)]
-    return frame.drop(columns=[name for name in VOLATILE_COLUMNS if name in frame]).reset_index(drop=True)
-
-
-def was_streamed(readings: pd.DataFrame) -> bool:
-    """Whether a softmax of these readings was, so that what needs its cells is not among them."""
-    return any(STREAMED in str(stamps) for stamps in readings["stamps"].unique()) if "stamps" in readings else False
 
 
 class Listener(Protocol):
@@ -103,7 +70,7 @@ class RunLog:
         self.path = path
         self.attempt = attempt
         self._lock = lock
-        self._files: dict[str, IO[bytes]] = {name: _open_table(path, name) for name in COLUMNS}
+        self._files: dict[str, IO[bytes]] = {name: open_table(path, name) for name in COLUMNS}
         self._console = (path / "console.log").open("ab", buffering=0)
         self._listeners: list[Listener] = []
 
@@ -139,7 +106,7 @@ class RunLog:
             attempts = _read_provenance(path)
             attempt = attempts[-1]["attempt"] + 1
             (path / "DONE").unlink(missing_ok=True)
-            cut = {name: _cut_torn_line(path / f"{name}.jsonl") for name in COLUMNS}
+            cut = {name: cut_torn_line(table_file(path, name)) for name in COLUMNS}
             _write_provenance(path, [*attempts, {"attempt": attempt, "from_step": step, **provenance}])
             log = cls(path, lock, attempt)
             for name, size in cut.items():
@@ -169,7 +136,7 @@ class RunLog:
 
     def console(self, text: str) -> None:
         """Append ``text`` to console.log, ending it with a newline."""
-        _write_all(self._console, (text if text.endswith("\n") else text + "\n").encode())
+        write_all(self._console, (text if text.endswith("\n") else text + "\n").encode())
 
     def save_array(self, name: str, array: np.ndarray) -> str:
         """Save an array too long for a table; returns the reference that ``Run.array`` takes."""
@@ -223,7 +190,7 @@ class RunLog:
     def _write(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
         whole = [{"attempt": self.attempt, **row} for row in rows]
         if whole:
-            _write_all(self._files[table], "".join(_line(table, row) for row in whole).encode())
+            write_all(self._files[table], "".join(encoded(table, row) for row in whole).encode())
             for listener in self._listeners:
                 listener.write(table, whole)
 
@@ -257,6 +224,7 @@ class Run:
         #: Rows left out per table because a newer attempt replaced them, and torn last lines; filled as tables are read.
         self.superseded: dict[str, int] = {}
         self.torn: dict[str, int] = {}
+        self._readings_of: dict[str, pd.DataFrame] = {}
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -284,31 +252,42 @@ class Run:
     @cached_property
     def steps(self) -> pd.DataFrame:
         """One row per optimizer step, counted from 1."""
-        return self._frame("steps")
+        return _frame("steps", self.rows("steps"))
 
     @cached_property
     def readings(self) -> pd.DataFrame:
         """One row per reading; ``value`` is a float or a list of floats."""
-        return self._frame("readings")
+        return _frame("readings", self.rows("readings"))
 
     @cached_property
     def evals(self) -> pd.DataFrame:
         """One row per evaluation metric; recall values are fractions in 0..1."""
-        return self._frame("evals")
+        return _frame("evals", self.rows("evals"))
+
+    def readings_of(self, quantity: str) -> pd.DataFrame:
+        """The rows of ``readings`` of one quantity; of a long run the others' lines are not even parsed."""
+        if quantity not in self._readings_of:
+            self._readings_of[quantity] = self._one_quantity(quantity)
+        return self._readings_of[quantity]
+
+    def _one_quantity(self, name: str) -> pd.DataFrame:
+        if "readings" in vars(self):  # they have been read
+            return self.readings[self.readings["quantity"] == name]
+        written, _ = read_rows(table_file(self.path, "readings"), "readings", holding=name)
+        kept = counting((row for row in written if row["quantity"] == name), self.attempts, IDENTITY["readings"])
+        return _frame("readings", kept)
 
     def reading(self, quantity: str, key: str, term: str) -> pd.DataFrame:
         """One quantity over the run: columns ``step``, ``epoch`` (NaN where the step itself was not logged), ``value``.
 
         Raises ValueError, naming the setting that would record it, if the run has no such reading.
         """
-        frame = self.readings
-        chosen = frame[(frame["quantity"] == quantity) & (frame["key"] == key) & (frame["term"] == term)]
+        frame = self.readings_of(quantity)
+        chosen = frame[(frame["key"] == key) & (frame["term"] == term)]
         if chosen.empty:
             raise ValueError(self._missing(quantity, key, term))
-        epochs = self.steps[["step", "epoch"]]
-        joined = chosen[["step", "value"]].merge(epochs, on="step", how="left")[["step", "epoch", "value"]]
-        joined["value"] = joined["value"].infer_objects()
-        return joined
+        epochs = chosen["step"].map(self.steps.set_index("step")["epoch"])
+        return chosen[["step"]].assign(epoch=epochs, value=chosen["value"].infer_objects()).reset_index(drop=True)
 
     def array(self, reference: str) -> np.ndarray:
         """The array behind a reference returned by ``RunLog.save_array``."""
@@ -329,16 +308,10 @@ class Run:
 
     def rows(self, table: str) -> list[dict[str, Any]]:
         """The rows of "steps", "readings" or "evals" that count, in file order; a missing value is None here, and not NaN."""
-        written, self.torn[table] = _read_rows(self.path / f"{table}.jsonl", table)
-        kept = _without_superseded(written, self.attempts, IDENTITY[table])
+        written, self.torn[table] = read_rows(table_file(self.path, table), table)
+        kept = counting(written, self.attempts, IDENTITY[table])
         self.superseded[table] = len(written) - len(kept)
         return kept
-
-    def _frame(self, table: str) -> pd.DataFrame:
-        import pandas as pd
-
-        rows = self.rows(table)
-        return pd.DataFrame(rows, columns=None if rows else list(COLUMNS[table]))
 
     def _missing(self, quantity: str, key: str, term: str) -> str:
         wanted = f"{self.path} has no reading '{quantity}' key '{key}'" + (f" of term '{term}'" if term else "")
@@ -364,42 +337,10 @@ class Run:
         return f"run gradscope train with --log-grads{set_}{' --set probe.second_backward=true' if both else ''} to record it"
 
 
-class Tail:
-    """One table of a run that is being written: each call gives the whole lines that were added since the last.
+def _frame(table: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
 
-    A torn last line waits until it is whole, or is cut by the writer that continues the run. Rows of all attempts are given, as they
-    were written. ``wanted``: only lines that hold one of these pieces of text are parsed.
-    """
-
-    def __init__(self, path: Path, table: str, wanted: Sequence[str] = ()) -> None:
-        self._file = path / f"{table}.jsonl"
-        self._table = table
-        self._wanted = [text.encode() for text in wanted]
-        self._at = 0  # always the start of a line
-        self._line = 0
-
-    @property
-    def written(self) -> float:
-        """When the file last grew, in seconds since the epoch; 0 if it is not there."""
-        return self._file.stat().st_mtime if self._file.exists() else 0.0
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Raises ValueError for a line that is whole and not a row."""
-        if not self._file.exists():
-            return []
-        with self._file.open("rb") as file:
-            file.seek(self._at)
-            added = file.read()
-        lines = added[: added.rfind(b"\n") + 1].split(b"\n")[:-1]
-        self._at += sum(len(line) + 1 for line in lines)
-        rows = []
-        for line in lines:
-            self._line += 1
-            if self._line == 1:
-                _check_header(self._file, self._table, line)
-            elif not self._wanted or any(text in line for text in self._wanted):
-                rows.append(_row(self._file, self._line, line))
-        return rows
+    return pd.DataFrame(rows, columns=None if rows else list(COLUMNS[table]))
 
 
 def checkpoint_step(path: Path) -> int:
@@ -485,7 +426,7 @@ def _read_provenance(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_provenance(path: Path, attempts: list[dict[str, Any]]) -> None:
-    text = json.dumps({"schema": "gradscope.provenance", "version": SCHEMA_VERSION, "attempts": _plain(attempts)}, indent=2)
+    text = json.dumps({"schema": "gradscope.provenance", "version": SCHEMA_VERSION, "attempts": plain(attempts)}, indent=2)
     _write_whole(path / "provenance.json", (text + "\n").encode())
 
 
@@ -497,112 +438,3 @@ def _write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def _write_all(file: IO[bytes], data: bytes) -> None:
-    view = memoryview(data)
-    while view:  # an unbuffered write may be short, e.g. when a disk fills up
-        view = view[file.write(view) :]
-
-
-def _open_table(path: Path, table: str) -> IO[bytes]:
-    file = (path / f"{table}.jsonl").open("ab", buffering=0)
-    if file.seek(0, os.SEEK_END) == 0:
-        header = {"schema": f"gradscope.{table}", "version": SCHEMA_VERSION, "columns": COLUMNS[table]}
-        _write_all(file, (json.dumps(header) + "\n").encode())
-    return file
-
-
-def _cut_torn_line(path: Path) -> int:
-    """Cut a file after its last newline; returns the number of bytes cut."""
-    if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        keep = size
-        while keep:
-            start = max(0, keep - 65536)
-            file.seek(start)
-            newline = file.read(keep - start).rfind(b"\n")
-            keep = start + newline + 1 if newline >= 0 else start
-            if newline >= 0:
-                break
-        file.truncate(keep)
-        return size - keep
-
-
-def _line(table: str, row: dict[str, Any]) -> str:
-    missing = [name for name in COLUMNS[table] if name not in row]
-    assert not missing, f"a row for {table} lacks {', '.join(missing)}"
-    try:
-        return _encode(row) + "\n"
-    except (TypeError, ValueError):  # numpy's values, or a float that is not finite: few rows
-        return _encode(_plain(row)) + "\n"
-
-
-_encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, check_circular=False).encode
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value: numpy values become Python ones, non-finite floats become words."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _read_rows(path: Path, table: str) -> tuple[list[dict[str, Any]], int]:
-    """The whole rows of a table, and 1 if it ends in a torn line (0 otherwise)."""
-    if not path.exists():
-        return [], 0
-    *lines, rest = path.read_bytes().split(b"\n")
-    if lines:
-        _check_header(path, table, lines[0])
-    return [_row(path, number, line) for number, line in enumerate(lines[1:], start=2)], int(rest != b"")
-
-
-def _check_header(path: Path, table: str, line: bytes) -> None:
-    header = _row(path, 1, line)
-    if header.get("schema") != f"gradscope.{table}":
-        raise ValueError(f"{path} does not start with the header of a {table} table; restore the file from a copy.")
-    if header["version"] > SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema version {header['version']}, this gradscope reads up to {SCHEMA_VERSION}; install a newer one."
-        )
-
-
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        raise ValueError(f"{path} line {number} is not a JSON object; repair or remove that line.")
-    if b'nan"' in line or b'inf"' in line:
-        return {name: value if name in TEXT_COLUMNS else _restore(value) for name, value in row.items()}
-    return row
-
-
-def _restore(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    return [_restore(item) for item in value] if isinstance(value, list) else value
-
-
-def _without_superseded(
-    rows: Iterable[dict[str, Any]], attempts: Sequence[Mapping[str, Any]], identity: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Rows that count, in file order: not beyond a newer attempt's start, and the newest of each identity."""
-    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in rows:
-        if any(row["attempt"] < entry["attempt"] and row["step"] > entry["from_step"] for entry in attempts):
-            continue
-        key = tuple(row[name] for name in identity)
-        kept.pop(key, None)
-        kept[key] = row
-    return list(kept.values())

@@ -23,7 +23,8 @@ from gradscope.evaluation_file import retrieval_table, write_evaluation, write_h
 from gradscope.probe_checkpoints import probe_checkpoints
 from gradscope.quantities import quantities
 from gradscope.recipe import Data
-from gradscope.runlog import Run, comparable
+from gradscope.run_tables import comparable
+from gradscope.runlog import Run
 from gradscope.start_widths import start_widths
 from gradscope.types import Record
 from gradscope.verdict import sentences, summarise, summary_table

@@ -18,7 +18,8 @@ from conftest import SMALL
 from safetensors.torch import load_file
 
 from gradscope.recipe import Recipe, read, resolve
-from gradscope.runlog import Run, comparable
+from gradscope.run_tables import comparable
+from gradscope.runlog import Run
 from gradscope.train import train
 
 #: Steps per epoch of the small scenes at 8 x 2.

@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gradscope.runlog import VOLATILE_COLUMNS, Run, RunLog, checkpoint_step, comparable, is_run
+from gradscope.run_tables import VOLATILE_COLUMNS, comparable
+from gradscope.runlog import Run, RunLog, checkpoint_step, is_run
 
 RECIPE = '[train]\nlr = 1e-5\n[objective]\nname = "hn"\n'
 

@@ -226,7 +226,7 @@ def test_tensorboard_beside_a_training_run_holds_its_rows(trained: Path):
 
 
 def test_a_sink_leaves_the_training_as_it_is(trained: Path, tmp_path: Path):
-    from gradscope.runlog import comparable
+    from gradscope.run_tables import comparable
 
     plain = {
         **{f"{t}.{k}": v for t, table in Run(trained).recipe.items() for k, v in table.items()},

@@ -17,7 +17,8 @@ from gradscope import checkpoint, optim
 from gradscope.encoders import speed
 from gradscope.encoders.load import load_encoder
 from gradscope.recipe import Train, resolve
-from gradscope.runlog import Run, comparable
+from gradscope.run_tables import comparable
+from gradscope.runlog import Run
 from gradscope.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

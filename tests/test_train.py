@@ -27,7 +27,8 @@ from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import rate, trainable
 from gradscope.recipe import Recipe, resolve
-from gradscope.runlog import Run, comparable
+from gradscope.run_tables import comparable
+from gradscope.runlog import Run
 from gradscope.train import _Embed, train
 from gradscope.types import Batch
 

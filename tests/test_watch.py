@@ -22,8 +22,9 @@ from test_sinks import create, eval_row, reading, step_row
 
 from gradscope import train_display
 from gradscope.following import WANTED, Following
+from gradscope.run_tables import Tail
 from gradscope.run_view import view_run
-from gradscope.runlog import Run, RunLog, Tail
+from gradscope.runlog import Run, RunLog
 from gradscope.sparkline import LEVELS, sparkline
 from gradscope.watch import TALL, WINDOW, Panel, heading, watch
 

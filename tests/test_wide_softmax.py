@@ -27,7 +27,8 @@ from gradscope.probe import Probe
 from gradscope.quantities import left_out_words, quantity_set
 from gradscope.quantities.zeros import Zeros
 from gradscope.recipe import resolve
-from gradscope.runlog import Run, comparable
+from gradscope.run_tables import comparable
+from gradscope.runlog import Run
 from gradscope.step_reader import StepReader
 from gradscope.train import train
 from gradscope.types import Batch, Embeddings

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradscope.runlog import COLUMNS, Run, exclusive
+from gradscope.run_tables import COLUMNS
+from gradscope.runlog import Run, exclusive
 from gradscope.sinks import Destination, Sink, parse, require, sinks
 from gradscope.sinks.points import points
 
