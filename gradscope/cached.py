@@ -6,7 +6,7 @@
 
 Same gradient as one batch of the full width, to rounding. With a backward that costs two forwards, k micro-batches take
 (4 k - 1) / (3 k) of one wide batch's work: 1.29 at k = 8. The graph that is kept is as large as the one that each replay holds, so it
-raises no peak but by what the loss itself takes.
+raises no peak but by what the loss itself takes. A tower that is frozen and rests passes each micro-batch once: its rows are kept.
 
 Random numbers (dropout of units, attention, patches or paths) are the same in both passes: the state of the generators is noted ahead
 of each micro-batch and put back for its replay. Afterwards it is where one pass had left it. A layer whose output depends on the other
@@ -33,13 +33,15 @@ import torch
 from torch import Tensor
 
 from gradscope.encoders.dual import DualEncoder
+from gradscope.encoders.freeze import Tower, image_tower, text_tower_parts
 from gradscope.types import Batch, Embeddings
 
-Embed = Callable[[Batch], Embeddings]
+Embed = Callable[..., Embeddings]  # (batch), or (batch, rows that are known)
 Before = Callable[[Embeddings, slice], None]
 Quiet = Callable[[], AbstractContextManager[Any]]
 #: The tensors of Embeddings that the towers make, one row per record.
-_ROWS = ("image", "text", "image_tokens", "text_tokens")
+_BY_TOWER = {"image": ("image", "image_tokens"), "text": ("text", "text_tokens")}
+_ROWS = tuple(name for names in _BY_TOWER.values() for name in names)
 #: How far a replayed unit row may be from the first pass's: kernels that are not deterministic differ by less, dropout by more.
 DRIFT = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 
@@ -107,6 +109,7 @@ class FirstPass:
     states: Sequence[RandomState]  # ahead of each micro-batch, and behind the last
     last: Embeddings  # of the last micro-batch, with its graph
     quiet: Quiet
+    still: Sequence[str] = ()
 
     def replay(self, before: Before | None = None) -> Tensor:
         """Step 3, after the loss was propagated to ``embeddings``.
@@ -123,7 +126,7 @@ class FirstPass:
             rows = slice(ends[number] - len(self.batches[number]), ends[number])
             final = number == max(count - 2, 0)
             with nullcontext() if final else self.quiet():
-                live = self._again(number)
+                live = self._again(number, rows)
                 drift = torch.maximum(drift, _distance(live, self.embeddings, rows))
                 if before:
                     before(live, rows)
@@ -131,11 +134,13 @@ class FirstPass:
         self.states[-1].put_back()
         return drift
 
-    def _again(self, number: int) -> Embeddings:
+    def _again(self, number: int, rows: slice) -> Embeddings:
         if number == len(self.batches) - 1:
             return self.last
         self.states[number].put_back()
-        return self.embed(self.batches[number])
+        names = [name for tower in self.still for name in _BY_TOWER[tower] if getattr(self.embeddings, name) is not None]
+        known = {name: getattr(self.embeddings, name).detach()[rows] for name in names}
+        return self.embed(self.batches[number], known) if known else self.embed(self.batches[number])
 
     def _ends(self) -> list[int]:
         sizes = torch.tensor([len(batch) for batch in self.batches])
@@ -143,8 +148,24 @@ class FirstPass:
         return ends
 
 
+def still_towers(encoder: DualEncoder) -> tuple[str, ...]:
+    """Those of which nothing trains and nothing is drawn: a second pass would give the same rows, and a backward would end there."""
+    towers = image_tower(encoder.model), text_tower_parts(encoder.model)
+    return tuple(tower.name for tower in towers if not _moves(tower))
+
+
+def _moves(tower: Tower) -> bool:
+    modules = (inner for module in tower.modules for inner in module.modules())
+    return any(p.requires_grad for p in tower.parameters()) or any(module.training for module in modules)
+
+
 def first_pass(
-    embed: Embed, batches: Sequence[Batch], scale: Tensor, token_scale: Tensor | None = None, quiet: Quiet = nullcontext
+    embed: Embed,
+    batches: Sequence[Batch],
+    scale: Tensor,
+    token_scale: Tensor | None = None,
+    quiet: Quiet = nullcontext,
+    still: Sequence[str] = (),
 ) -> FirstPass:
     """Step 1: leaves of the full width, with the live scales.
 
@@ -152,6 +173,7 @@ def first_pass(
         embed: the towers; called once for the last micro-batch and twice for the others.
         scale, token_scale: [] with their graph, so that the loss reaches them once.
         quiet: entered around each forward and backward but the final one, e.g. ``DistributedDataParallel.no_sync``.
+        still: the towers of ``still_towers``, which pass each micro-batch once; ``embed`` is then called again with their rows.
     """
     place = batches[0].texts["full"].device
     states, parts = [RandomState.of(place)], []
@@ -163,7 +185,7 @@ def first_pass(
         last = embed(batches[-1])
     states.append(RandomState.of(place))
     full = replace(_leaves([*parts, last]), scale=scale, token_scale=token_scale)
-    return FirstPass(embeddings=full, embed=embed, batches=batches, states=states, last=last, quiet=quiet)
+    return FirstPass(embeddings=full, embed=embed, batches=batches, states=states, last=last, quiet=quiet, still=still)
 
 
 def _leaves(parts: Sequence[Embeddings]) -> Embeddings:
@@ -178,7 +200,7 @@ def _leaves(parts: Sequence[Embeddings]) -> Embeddings:
 
 def _hand_over(live: Embeddings, full: Embeddings, rows: slice) -> None:
     """The slice of the loss's gradient, through the towers."""
-    names = [name for name in _ROWS if getattr(full, name) is not None]
+    names = [name for name in _ROWS if getattr(live, name) is not None and getattr(live, name).requires_grad]
     torch.autograd.backward([getattr(live, name) for name in names], [getattr(full, name).grad[rows] for name in names])
 
 

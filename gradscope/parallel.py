@@ -17,7 +17,7 @@ dropout draws other numbers on other ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +41,11 @@ class Replica:
     wrapper: Any = None
     alone: tuple[nn.Parameter, ...] = ()
 
-    def embed(self, batch: Batch, *, tokens: bool = False) -> Embeddings:
-        """This rank's rows through both towers."""
+    def embed(self, batch: Batch, *, tokens: bool = False, known: Mapping[str, Tensor] = {}) -> Embeddings:
+        """This rank's rows through both towers, but for one whose rows are ``known`` (see ``DualEncoder.embed``)."""
         if isinstance(self.wrapper, DistributedDataParallel):
-            return self.wrapper(batch, tokens)
-        return self.encoder.embed(batch, tokens=tokens)
+            return self.wrapper(batch, tokens, known)
+        return self.encoder.embed(batch, tokens=tokens, known=known)
 
     def quiet(self) -> AbstractContextManager[Any]:
         """For all but the last forward and backward of a step: gradients add up on the rank and are not sent."""
@@ -87,8 +87,8 @@ class _Embedding(nn.Module):
         super().__init__()
         self.encoder = encoder
 
-    def forward(self, batch: Batch, tokens: bool) -> Embeddings:
-        return self.encoder.embed(batch, tokens=tokens)
+    def forward(self, batch: Batch, tokens: bool, known: Mapping[str, Tensor]) -> Embeddings:
+        return self.encoder.embed(batch, tokens=tokens, known=known)
 
 
 def _ddp(encoder: DualEncoder, tokens: bool) -> DistributedDataParallel:
@@ -134,7 +134,7 @@ def _fsdp(encoder: DualEncoder) -> DualEncoder:
     for block in (block for tower in towers for block in tower.blocks):
         fully_shard(block, mesh=mesh)
     fully_shard(encoder, mesh=mesh, ignored_params=scales)
-    for method in ("embed_image", "embed_text", "embed_tokens"):
+    for method in ("embed_image", "embed_text", "embed_patches", "embed_words"):
         register_fsdp_forward_method(encoder, method)
     return encoder
 

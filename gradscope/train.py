@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -185,6 +185,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         embed = _Embed(encoder, framework.needs_tokens, settings.precision, towers)
         show = stack.enter_context(display(total_steps, first, quiet, log.path if reader else None))
         encoder.train()
+        still = cached.still_towers(encoder)
         loss_scale = scaler.get_scale()
         ended = time.perf_counter()
         for step, micro_batches in enumerate(batches.steps(first, total_steps, read), first):
@@ -202,7 +203,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if wide:
                 whole = cached.joined(everyone)
                 token_scale = None if encoder.token_log_scale is None else encoder.token_log_scale.float().exp()
-                passed = cached.first_pass(embed, micro_batches, encoder.scale(), token_scale, towers.quiet)
+                passed = cached.first_pass(embed, micro_batches, encoder.scale(), token_scale, towers.quiet, still)
                 embeddings = joined_embeddings(passed.embeddings)
                 terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"], top=_top(reader))
                 total = total_loss(terms)
@@ -328,10 +329,10 @@ class _Embed:
         self.encoder, self.tokens, self.towers = encoder, tokens, towers or Replica(encoder=encoder)
         self.dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
-    def __call__(self, batch: Batch) -> Embeddings:
+    def __call__(self, batch: Batch, known: Mapping[str, Tensor] = {}) -> Embeddings:
         context = torch.autocast(self.encoder.device.type, self.dtype) if self.dtype else nullcontext()
         with context:
-            return self.towers.embed(batch, tokens=self.tokens)
+            return self.towers.embed(batch, tokens=self.tokens, known=known)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from gradscope import cached
 from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
 from gradscope.encoders.dual import DualEncoder
+from gradscope.encoders.freeze import freeze
 from gradscope.encoders.load import load_encoder
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.objectives.hn import HN
@@ -52,12 +53,12 @@ def wide_gradient(encoder: DualEncoder, framework: Clip, embeddings: Embeddings)
     return float(total.detach()), gradients(encoder)
 
 
-def cached_gradient(encoder, framework, batches, embed=None, factor=1.0, quiet=None):
+def cached_gradient(encoder, framework, batches, embed=None, factor=1.0, quiet=None, still=()):
     """As the loop does it; also how far the replay drifted."""
     encoder.zero_grad(set_to_none=True)
     token_scale = encoder.token_log_scale.exp() if framework.needs_tokens else None
     embed = embed or _Embed(encoder, framework.needs_tokens, "fp32")
-    passed = cached.first_pass(embed, batches, encoder.scale(), token_scale, **({"quiet": quiet} if quiet else {}))
+    passed = cached.first_pass(embed, batches, encoder.scale(), token_scale, **({"quiet": quiet} if quiet else {}), still=still)
     total = total_loss(framework(passed.embeddings))
     (total * factor).backward()
     drift = passed.replay()
@@ -109,6 +110,23 @@ def test_equals_one_wide_batch(scenes_folder, small_encoder, objective, token_we
     assert loss == pytest.approx(wide_loss, rel=1e-6)
     assert drift < 1e-6
     assert_same(replayed, wide, seed)
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_frozen_tower_keeps_its_rows_and_tokens(scenes_folder, small_encoder, tower):
+    """In float64, as above; the token term's gradient reaches the other tower through the kept tokens."""
+    encoder = load_encoder(str(small_encoder))
+    encoder.add_token_scale()
+    freeze(encoder.train().double(), tower)
+    still = cached.still_towers(encoder)
+    assert still == (tower,)
+    batches = micro_batches(encoder, scenes_folder, 3, 4, secrets.randbits(32))
+    batches = [dataclasses.replace(batch, images={"full": batch.images["full"].double()}) for batch in batches]
+    framework = Clip(objective=HN(gamma=0.5), token_weight=1.0)
+    _, wide = wide_gradient(encoder, framework, encoder.embed(one_batch(batches), tokens=True))
+    _, replayed, drift = cached_gradient(encoder, framework, batches, still=still)
+    assert drift < 1e-6
+    assert_same(replayed, wide, tower)
 
 
 @pytest.mark.parametrize("sizes", [(3, 5, 1, 7), (9, 2), (1, 1, 1)])

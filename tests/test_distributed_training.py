@@ -32,7 +32,8 @@ from gradscope.encoders.load import load_encoder
 from gradscope.evaluate import evaluate
 from gradscope.quantities.saturation import Saturation
 from gradscope.recipe import Recipe, Train, resolve
-from gradscope.runlog import Run, RunLog, comparable
+from gradscope.run_tables import comparable
+from gradscope.runlog import Run, RunLog
 from gradscope.step_reader import StepReader
 from gradscope.training_data import training_data
 from gradscope.types import Embeddings, Reading, Step
@@ -47,7 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "narrow": {**TWICE, "train.accumulate_mode": "narrow", "objective.framework": "hn_clip", "train.grad_clip": 0.5},
     "cached": {**TWICE, "train.accumulate_mode": "cached", "objective.framework": "hn_clip"},
     "streaming": {"objective.name": "hn", "objective.kernel": "streaming", "objective.duplicates": "exclude"},
-    "frozen": {**LOCKED, "objective.name": "hn", "objective.margin": "frozen"},
+    "frozen": {**LOCKED, **TWICE, "train.accumulate_mode": "cached", "objective.name": "hn", "objective.margin": "frozen"},
     "sharded": {**TWICE, "train.accumulate_mode": "narrow", "train.shard": "full", "train.grad_clip": 0.5, "train.max_steps": 6},
     "sharded cached": {**TWICE, "train.accumulate_mode": "cached", "train.shard": "full", "objective.framework": "hn_clip"},
     "sharded frozen": {**LOCKED, "train.shard": "full"},

@@ -133,28 +133,34 @@ class DualEncoder(nn.Module):
                     progress(done, len(ids))
         return torch.cat(rows)
 
-    def embed(self, batch: Batch, *, tokens: bool = False) -> Embeddings:
-        """One batch through both towers; with ``tokens`` the patch and word outputs too."""
+    def embed(self, batch: Batch, *, tokens: bool = False, known: Mapping[str, Tensor] = {}) -> Embeddings:
+        """One batch through both towers; with ``tokens`` the patch and word outputs too.
+
+        ``known``: the rows of a tower that need not run: "image" or "text", with ``tokens`` its "image_tokens" or "text_tokens" too.
+        """
         pixels, ids = batch.images["full"], batch.texts["full"]
         if not tokens:
-            image, text = self.embed_image(pixels), self.embed_text(ids)
-            return Embeddings(image=_watchable(image), text=_watchable(text), scale=self.scale())
+            image = known["image"] if "image" in known else _watchable(self.embed_image(pixels))
+            text = known["text"] if "text" in known else _watchable(self.embed_text(ids))
+            return Embeddings(image=image, text=text, scale=self.scale())
         assert self.token_log_scale is not None
-        image, text, image_rows, text_rows = self.embed_tokens(pixels, ids)
-        return Embeddings(
-            image=_unit(image),
-            text=_unit(text),
-            scale=self.scale(),
-            image_tokens=_unit(image_rows),
-            text_tokens=_unit(text_rows),
-            text_valid=self.text_valid(ids),
-            token_scale=self.token_log_scale.float().exp(),
-        )
+        rows = dict(known)
+        if "image" not in known:
+            rows["image"], rows["image_tokens"] = map(_unit, self.embed_patches(pixels))
+        if "text" not in known:
+            rows["text"], rows["text_tokens"] = map(_unit, self.embed_words(ids))
+        token_scale = self.token_log_scale.float().exp()
+        return Embeddings(**rows, scale=self.scale(), text_valid=self.text_valid(ids), token_scale=token_scale)
 
-    def embed_tokens(self, pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What both towers give before rows are made unit: image [B, D], text [B, D], patches [B, P, D], words [B, L, D]."""
-        pictures, captions = image_tokens(self.model, pixels), text_tokens(self.model, ids)
-        return pictures.pooled, captions.pooled, pictures.tokens.projected, captions.tokens.projected
+    def embed_patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, 3, H, W] -> what the image tower gives before rows are made unit: image [B, D], patches [B, P, D]."""
+        found = image_tokens(self.model, pixels)
+        return found.pooled, found.tokens.projected
+
+    def embed_words(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, L] -> likewise of the text tower: text [B, D], words [B, L, D]."""
+        found = text_tokens(self.model, ids)
+        return found.pooled, found.tokens.projected
 
     def text_valid(self, ids: Tensor) -> Tensor:
         """bool [B, L]: words and end-of-text; start-of-text and padding are left out."""
