@@ -19,7 +19,7 @@ from toy import Toy, toy_batch, toy_reader
 from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.heads import Heads, Observed
 from gradscope.metrics.duplicates import group_sizes, identical_groups, identical_rows
-from gradscope.metrics.softmax import dense_anchors, entropy_number, log_odds, negative_log_shares
+from gradscope.metrics.softmax import dense_anchors, log_odds, negative_log_shares
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.margin import MARGINS, margin_matrix, off_diagonal_mean
@@ -187,7 +187,8 @@ def test_dense_anchors_are_the_softmax_row_by_row(size: int) -> None:
     for direction, turn in (("i2t", lambda m: m), ("t2i", lambda m: m.T)):
         logits = turn(scores.logits)
         assert torch.allclose(found.log_odds[direction], log_odds(logits), rtol=0, atol=1e-12)
-        numbers = entropy_number(negative_log_shares(logits))
+        shares = negative_log_shares(logits).exp()
+        numbers = torch.exp(torch.special.entr(shares).sum(dim=1))
         assert torch.allclose(found.effective[direction], numbers, rtol=1e-12, equal_nan=True)
         assert scores.margin is not None
         raised = turn(scores.cosine + scores.margin).double().masked_fill(excluded, -math.inf).fill_diagonal_(-math.inf)

@@ -136,9 +136,3 @@ def effective_number(weights: Tensor) -> Tensor:
     w = weights.double()
     w = w / w.max()
     return w.sum() ** 2 / (w**2).sum()
-
-
-def entropy_number(log_shares: Tensor) -> Tensor:
-    """exp(entropy) of rows of log shares [N, M] -> [N]: how many negatives carry the row's mass, between 1 and M."""
-    shares = log_shares.exp()
-    return torch.exp(-(shares * log_shares.masked_fill(shares == 0, 0.0)).sum(dim=1))
