@@ -19,7 +19,7 @@ from gradscope.kernels import blocks
 from gradscope.kernels.cells import Cells, caption_mean, group_numbers, positive_pairs
 from gradscope.kernels.choice import dense_limit, kernel_for, kernel_words
 from gradscope.kernels.forward import forward_strip
-from gradscope.kernels.largest import largest
+from gradscope.kernels.largest import Largest
 from gradscope.kernels.stream import Streamed, stream
 from gradscope.metrics.softmax import log_odds, negative_log_shares, negatives
 from gradscope.objectives.hn import HN
@@ -427,16 +427,18 @@ def test_positive_pairs_are_all_cells_of_equal_group():
         assert torch.equal(group_numbers(groups), groups.unique(return_inverse=True)[1])
 
 
-@pytest.mark.parametrize("width", [1, 9, 160, 1024, 1000])
+@pytest.mark.parametrize("widths", [(1,), (9,), (160,), (1024,), (1000,), (320, 320, 7), (5, 512, 512)])
 @pytest.mark.parametrize("count", [1, 10])
-def test_largest_is_topk(width, count):
-    x = torch.randn(23, width, generator=generator())
-    x[:, : width // 2] = x[:, : width // 2].round()  # ties
+def test_largest_is_topk(widths, count):
+    x = torch.randn(23, sum(widths), generator=generator())
+    x[:, : len(x[0]) // 2] = x[:, : len(x[0]) // 2].round()  # ties
     x[0] = -math.inf
-    x[1, width // 3] = math.nan
-    found = largest(x, count).sort(dim=1).values
-    expected = x.topk(min(count, width), dim=1).values.sort(dim=1).values
-    np.testing.assert_array_equal(found.numpy(), expected.numpy())
+    x[1, len(x[0]) // 3] = math.nan
+    x[2], x[3] = math.nan, 1.0
+    found = Largest(count)
+    for part in x.split(widths, dim=1):
+        np.testing.assert_array_equal(found.add(part.contiguous()).numpy(), part.amax(dim=1).numpy())
+    np.testing.assert_array_equal(found.found().numpy(), x.topk(min(count, sum(widths)), dim=1).values.numpy())
 
 
 def test_strips_add_up_to_the_whole(monkeypatch):

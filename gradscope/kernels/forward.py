@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradscope.kernels.blocks import LN2, LOWEST, Blocks
 from gradscope.kernels.cells import Cells
-from gradscope.kernels.largest import largest
+from gradscope.kernels.largest import Largest
 from gradscope.kernels.strip import Sums
 
 _LIFT = 32.0
@@ -67,16 +67,14 @@ class _Running:
         size = rows.stop - rows.start
         self._rows = self._columns.new_full((size,), -math.inf)
         self._row_hardest = self._hardest.new_full((size,), -math.inf)
-        self._best: list[Tensor] = []
+        self._best = Largest(self._top)
 
     def look(self, x: Tensor, columns: slice) -> None:
         """Maxima and the K largest, before x is overwritten."""
-        self._row_max = x.amax(dim=1)
+        self._row_max = self._best.add(x) if self._top else x.amax(dim=1)
         self._column_max = x.amax(dim=0)
         self._row_hardest = torch.maximum(self._row_hardest, self._row_max)
         self._hardest[columns] = torch.maximum(self._hardest[columns], self._column_max)
-        if self._top:
-            self._best.append(largest(x, self._top))
 
     def shared(self, x: Tensor, columns: slice) -> None:
         """Both directions from one exp."""
@@ -98,10 +96,7 @@ class _Running:
 
     def close(self) -> None:
         """The block row is complete."""
-        best = self._row_hardest[:, None]
-        if self._top:
-            kept = torch.cat(self._best, dim=1)
-            best = kept.topk(min(self._top, kept.shape[1]), dim=1).values
+        best = self._best.found() if self._top else self._row_hardest[:, None]
         self._done.append((self._rows, self._row_hardest, best))
 
     def check(self) -> None:
