@@ -140,7 +140,7 @@ class FirstPass:
         self.states[number].put_back()
         names = [name for tower in self.still for name in _BY_TOWER[tower] if getattr(self.embeddings, name) is not None]
         known = {name: getattr(self.embeddings, name).detach()[rows] for name in names}
-        return self.embed(self.batches[number], known) if known else self.embed(self.batches[number])
+        return self.embed(self.batches[number], known=known) if known else self.embed(self.batches[number])
 
     def _ends(self) -> list[int]:
         sizes = torch.tensor([len(batch) for batch in self.batches])
