@@ -569,7 +569,7 @@ def test_stretching_follows_the_rule():
     table = torch.randn(77, 32)
     found = stretch.stretch_positions(table)
     assert torch.equal(found[:20], table[:20])
-    torch.testing.assert_close(found.double(), slow_stretch(table), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.double(), slow_stretch(table), atol=5e-6, rtol=0)  # three roundings of numbers under 16
     with pytest.raises(ValueError, match="21 rows cannot be stretched"):
         stretch.stretch_positions(torch.randn(21, 4))
 
