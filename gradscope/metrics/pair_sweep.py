@@ -153,14 +153,17 @@ class Sweep:
         """int64 [N]: each row's hardest neighbour, the first on a tie, from the span known to hold it."""
         order = self.winner.argsort(stable=True)
         starts, sizes = self.winner[order].unique_consecutive(return_counts=True)
+        spans = zip(starts.tolist(), order.split(sizes.tolist()), strict=True)
+        jobs = [(start, some) for start, rows in spans for some in rows.split(self.block)]
         index = torch.empty_like(order)
-        for start, rows in zip(starts.tolist(), order.split(sizes.tolist()), strict=True):
-            for some in rows.split(self.block):
-                index[some] = self._hardest_of(some, start)
+        with in_order(self._hardest_of, jobs, self.unit.device) as found:
+            for (_, rows), place in zip(jobs, found, strict=True):
+                index[rows] = place
         return index
 
-    def _hardest_of(self, rows: Tensor, start: int) -> Tensor:
-        cosine = self.unit[rows] @ self.unit[start : start + self.span].T
+    def _hardest_of(self, job: tuple[int, Tensor]) -> Tensor:
+        start, rows = job
+        cosine = self.unit.index_select(0, rows) @ self.unit[start : start + self.span].T
         inside = torch.nonzero((rows >= start) & (rows < start + self.span))[:, 0]
         cosine[inside, rows[inside] - start] = -math.inf
         return start + cosine.argmax(1)
