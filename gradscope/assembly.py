@@ -29,7 +29,7 @@ def make_framework(recipe: Recipe) -> Clip:
     component = objectives[objective.name]
     fields = {f.name for f in dataclasses.fields(component)} & {"gamma", "margin"}
     return Clip(
-        objective=component(**{name: getattr(objective, name) for name in fields}),
+        objective=component(**{name: getattr(objective, name) for name in fields}, several=_several(objective.duplicates)),
         loss_form=objective.loss_form,
         token_weight=objective.token_weight,
         duplicates=objective.duplicates,
@@ -37,18 +37,22 @@ def make_framework(recipe: Recipe) -> Clip:
     )
 
 
+def _several(duplicates: str) -> str:
+    return "positives" if duplicates == "positives" else "exclude"
+
+
 def make_reader(recipe: Recipe, encoder: DualEncoder, framework: Clip, optimizer: torch.optim.Optimizer) -> StepReader | None:
     """The step reader of a recipe, or None without --log-grads. Both objectives are read, whichever is trained."""
     if not recipe.probe.log_grads:
         return None
-    hn = framework.objective if isinstance(framework.objective, HN) else HN(gamma=PAPER_GAMMA)
+    hn = framework.objective if isinstance(framework.objective, HN) else HN(gamma=PAPER_GAMMA, several=_several(framework.duplicates))
     settings = recipe.train
     batches = f"micro-batch 1/{settings.accumulate}" if settings.accumulate_mode == "narrow" else "whole step"
-    left_out = "; duplicates excluded" if framework.duplicates == "exclude" else ""
+    left_out = {"keep": "", "exclude": "; duplicates excluded", "positives": "; duplicates are positives"}[framework.duplicates]
     return StepReader(
         model=encoder,
         heads=Heads(
-            objectives={"infonce": InfoNCE(), "hn": hn},
+            objectives={"infonce": InfoNCE(several=_several(framework.duplicates)), "hn": hn},
             trained=framework.objective.name,
             loss_form=framework.loss_form,
             half=settings.precision == "fp16",

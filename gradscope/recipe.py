@@ -26,7 +26,7 @@ READ_ONLY_OBJECTIVES = ("dcl", "hardness_weighted", "siglip")
 MARGINS = ("live", "frozen", "external", "fixed", "centred")
 LOSS_FORMS = ("plain", "residual")
 KERNELS = ("auto", "dense", "streaming")
-DUPLICATES = ("keep", "exclude")
+DUPLICATES = ("keep", "exclude", "positives")
 PRECISIONS = ("fp32", "bf16", "fp16")
 SHARDS = ("none", "full")
 ON_BAD_IMAGE = ("error", "skip")
@@ -80,7 +80,8 @@ class Encoder:
 class Objective:
     """gamma and margin belong to hn; infonce resolves them to 0 and "none". margin_encoder belongs to the external margin.
 
-    duplicates: whether captions of identical token ids stay each other's negatives. kernel: whether the loss holds its [width, width]
+    duplicates: what captions of identical token ids are to each other: negatives (keep), neither (exclude) or positives, which takes
+    the streamed loss. kernel: whether the loss holds its [width, width]
     cells; auto streams above a width. Streamed, the loss is in the residual form.
     """
 
@@ -290,6 +291,8 @@ def _with_presets(recipe: Recipe, given: set[str], overridden: set[str]) -> Reci
         if ignored or ("objective.margin" in given and objective.margin != "none"):
             raise ValueError("--gamma and --margin belong to --objective hn and would be ignored by infonce; drop them or use hn")
         objective = dataclasses.replace(objective, gamma=0.0, margin="none")
+    if objective.duplicates == "positives" and objective.kernel == "auto":
+        objective = dataclasses.replace(objective, kernel="streaming")
     if objective.kernel == "streaming":
         default = "objective.kernel" in overridden and "objective.loss_form" not in overridden  # of the recipe file, spelled out
         if "objective.loss_form" in given and objective.loss_form == "plain" and not default:
@@ -335,6 +338,12 @@ def check(recipe: Recipe) -> None:
     _one_of("--loss-form", objective.loss_form, LOSS_FORMS)
     _one_of("--duplicates", objective.duplicates, DUPLICATES)
     _one_of("--kernel", objective.kernel, KERNELS)
+    if objective.duplicates == "positives" and (objective.kernel == "dense" or objective.token_weight > 0):
+        other = "--kernel dense" if objective.kernel == "dense" else f"--token-weight {objective.token_weight:g}"
+        raise ValueError(
+            f"--duplicates positives is computed by the streamed loss of whole pictures and captions, and {other} does not go with it; "
+            "drop one of them, or use --duplicates exclude"
+        )
     _one_of("--precision", train.precision, PRECISIONS)
     _one_of("--on-bad-image", recipe.data.on_bad_image, ON_BAD_IMAGE)
     _one_of("--on-too-long", recipe.data.on_too_long, ON_TOO_LONG)

@@ -103,6 +103,8 @@ def duplicates_words(captions: int, duplicates: str) -> str:
     """What becomes of the captions that repeat another token for token; "" where there is nothing to say."""
     if duplicates == "exclude":
         return "; duplicates excluded: captions of identical token ids are no negatives of each other (--duplicates exclude)"
+    if duplicates == "positives":
+        return "; captions of identical token ids are each other's positives (--duplicates positives)"
     return "; these are each other's negatives (--duplicates keep)" if captions else ""
 
 

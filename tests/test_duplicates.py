@@ -14,6 +14,7 @@ import torch
 from host_waits import Waits
 from repeats import generator, groups, mask, masked_step, repeated, seed, unit
 from safetensors.torch import load_file
+from test_kernels import several_by_hand
 from test_resume import assert_equal_runs, train_until
 from torch import Tensor
 from toy import Toy, toy_batch, toy_reader
@@ -380,6 +381,47 @@ def test_a_resumed_run_excludes_the_same(repeated_folder: Path, small_encoder: P
     train(resolve({}, settings), tmp_path / "killed", resume=True, quiet=True)
     assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
     assert (Run(tmp_path / "killed").steps["duplicates_excluded"] > 0).all()
+
+
+@pytest.mark.parametrize("name", ["infonce", "hn"])
+def test_a_run_takes_repeated_captions_as_positives(run, repeated_folder: Path, small_encoder: Path, name: str) -> None:
+    """One cached softmax of 24 over 12 captions; both objectives of the probe, by brute force in float64 at the untrained weights."""
+    wide = {"train.batch_size": 12, "train.accumulate": 2, "train.accumulate_mode": "cached", "train.max_steps": 2}
+    changes = {**wide, "objective.duplicates": "positives", "objective.name": name, "probe.log_grads": True}
+    found = run(repeated_folder, name, changes)
+    assert found.recipe["objective"]["kernel"] == "streaming"
+    assert "are each other's positives (--duplicates positives)" in (found.path / "console.log").read_text()
+    encoder = load_encoder(str(small_encoder)).double()
+    records = open_data(str(repeated_folder)).records("train")
+    stream = Batches(records=records, encoder=encoder, batch_size=12, accumulate=2, seed=42)
+    parts = [encoder.embed(replace(batch, images={"full": batch.images["full"].double()})) for batch in next(stream.steps(1, 1))]
+    image, text = (torch.cat([getattr(part, side).detach().double() for part in parts]) for side in ("image", "text"))
+    captions = [caption.lower() for batch in next(stream.steps(1, 1)) for caption in batch.captions]
+    groups = torch.tensor([captions.index(caption) for caption in captions])
+    first = found.readings[(found.readings["step"] == 1) & (found.readings["key"] == "true") & (found.readings["quantity"] == "loss")]
+    read = dict(zip(first["term"], first["value"], strict=True))
+    for term, gamma in (("infonce", 0.0), ("hn", 0.5)):
+        expected = float(several_by_hand(image, text, encoder.scale().detach().double(), gamma, groups).mean())
+        assert read[term] == pytest.approx(expected, rel=1e-5), term
+        if term == name:
+            assert found.steps["loss"].iloc[0] == pytest.approx(expected, rel=1e-5)
+    assert found.readings[found.readings["key"] == "failed"].empty
+    assert found.readings["stamps"].str.contains("; duplicates are positives").any()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"objective.kernel": "dense"}, {"objective.token_weight": 1.0}, {"objective.framework": "hn_clip"}]
+)
+def test_positives_are_refused_where_the_loss_has_none(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="--duplicates positives is computed by the streamed loss"):
+        resolve({}, {"objective.duplicates": "positives", **changes})
+
+
+def test_a_framework_of_contradictions_is_refused() -> None:
+    for settings in ({"kernel": "dense"}, {"objective": HN()}, {"token_weight": 1.0}):
+        whole = {"duplicates": "positives", "kernel": "streaming", "objective": HN(several="positives")}
+        with pytest.raises(ValueError, match="give all of them or none"):
+            Clip(**{**whole, **settings})
 
 
 def test_a_wrong_word_is_refused() -> None:

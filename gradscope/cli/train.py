@@ -89,7 +89,8 @@ def train(
     token_weight: Annotated[float | None, typer.Option(help="Weight of FILIP's token term. (default: 0)")] = None,
     loss_form: Annotated[str | None, typer.Option(help="plain (cross-entropy) or residual. (default: plain)")] = None,
     duplicates: Annotated[
-        str | None, typer.Option(help="Captions of identical token ids as each other's negatives: keep or exclude. (default: keep)")
+        str | None,
+        typer.Option(help="Captions of identical token ids as each other's negatives: keep, exclude or positives. (default: keep)"),
     ] = None,
     kernel: Annotated[
         str | None,

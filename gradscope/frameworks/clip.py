@@ -4,6 +4,8 @@ L = L_global + token_weight * L_token        L_global: "infonce" or "hn" in plai
 
 ``duplicates="exclude"``: captions of identical token ids (cut at the context, in the tokenizer's spelling: what the encoder sees) are
 no negatives of each other, in either term and direction. They are told by their ids, not by their strings or their images.
+``duplicates="positives"``: they are each other's positives, and the loss of an anchor is -log of the probability of all of them
+together; streamed at any width, without the token term.
 ``kernel``: above a width the loss is streamed, without an [N, N] store (``gradscope.kernels``). Value and gradient are then in the
 residual form, whatever ``loss_form`` says, the term has anchors in the place of scores, and duplicates are told by groups. The token
 term's scores stay two [N, N] matrices at any width, and so does their mask.
@@ -39,6 +41,15 @@ class Clip:
     duplicates: str = "keep"
     kernel: str = "auto"
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where positives are asked for and something else would be computed."""
+        asked = self.duplicates == "positives"
+        if asked != (self.objective.several == "positives") or (asked and (self.kernel != "streaming" or self.needs_tokens)):
+            raise ValueError(
+                'duplicates="positives" belongs to kernel="streaming", an objective of several="positives" and no token term; give all '
+                "of them or none"
+            )
+
     @property
     def needs_tokens(self) -> bool:
         return self.token_weight > 0
@@ -56,7 +67,7 @@ class Clip:
     def streamed_term(self, embeddings: Embeddings, margin_text: Tensor | None, token_ids: Tensor | None, top: int) -> Term:
         """The global term without cells; ``top``: of how many hardest negatives the share is read."""
         groups = None
-        if self.duplicates == "exclude":
+        if self.duplicates != "keep":
             assert token_ids is not None
             groups = identical_groups(token_ids)
         found = self.objective.streamed(embeddings.image, embeddings.text, embeddings.scale, margin_text, groups, top)

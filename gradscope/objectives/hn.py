@@ -29,6 +29,7 @@ class HN(SoftmaxObjective):
     gamma: float = 0.5
     margin: str = "live"
     name: str = "hn"
+    several: str = "exclude"
 
     @property
     def needs_margin_text(self) -> bool:
@@ -56,9 +57,20 @@ class HN(SoftmaxObjective):
     ) -> Streamed:
         """The loss in the residual form at any width, without the cells: see ``gradscope.kernels.stream``.
 
-        ``groups`` int64 [N]: captions of equal number are no negatives of each other. ``top``: of how many negatives shares are read.
+        ``groups`` int64 [N]: captions of equal number are to each other what ``several`` says: "exclude" (no negatives) or
+        "positives". ``top``: of how many negatives shares are read.
         """
-        return stream(image, text, scale, gamma=self.gamma, margin=self.margin, margin_text=margin_text, groups=groups, top=top)
+        return stream(
+            image,
+            text,
+            scale,
+            gamma=self.gamma,
+            margin=self.margin,
+            margin_text=margin_text,
+            groups=groups,
+            several=self.several,
+            top=top,
+        )
 
     def margin_mean(self, text: Tensor, margin_text: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
         """Mean of the margin over the negatives, without the matrix: [] float64."""

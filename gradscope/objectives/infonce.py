@@ -19,6 +19,7 @@ class InfoNCE(SoftmaxObjective):
     """The plain contrastive objective."""
 
     name: str = "infonce"
+    several: str = "exclude"
 
     @property
     def gamma(self) -> float:
@@ -48,9 +49,10 @@ class InfoNCE(SoftmaxObjective):
     ) -> Streamed:
         """The loss in the residual form at any width, without the cells: see ``gradscope.kernels.stream``.
 
-        ``groups`` int64 [N]: captions of equal number are no negatives of each other. ``top``: of how many negatives shares are read.
+        ``groups`` int64 [N]: captions of equal number are to each other what ``several`` says: "exclude" (no negatives) or
+        "positives". ``top``: of how many negatives shares are read.
         """
-        return stream(image, text, scale, groups=groups, top=top)
+        return stream(image, text, scale, groups=groups, several=self.several, top=top)
 
     def margin_mean(self, text: Tensor, margin_text: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
         """There is no margin: [] float64, nan where the rows are."""

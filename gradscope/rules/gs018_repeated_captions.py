@@ -2,7 +2,7 @@
 
 Evidence   at least 5 % of the captions of a measured batch repeat an earlier one of it, mean over the last epoch.
 Cause      the same caption under several pictures: each is a false negative of the other, and HN gives it the largest margin.
-Silent     --duplicates exclude; captions not known to the probe; fewer than ``least`` measured batches; width not known.
+Silent     --duplicates exclude or positives; captions not known to the probe; fewer than ``least`` measured batches; width not known.
 Mislead    exact strings only: near-duplicates are GS019.
 """
 
@@ -29,7 +29,7 @@ class RepeatedCaptions:
     least: int = MEASURED
 
     def __call__(self, view: View) -> Finding | None:
-        if view.setting_or("objective.duplicates", "keep") == "exclude":
+        if view.setting_or("objective.duplicates", "keep") != "keep":
             return None
         window = view.reading("captions", "exact_duplicates").recent(self.least)
         share = window.mean() / view.known_width

@@ -205,5 +205,5 @@ def _objective_words(framework: Clip) -> str:
     words = [objective.name if objective.gamma == 0 else f"{objective.name} (gamma {objective.gamma:g}{margin})"]
     words += [f"{framework.loss_form} form"] if framework.loss_form != "plain" else []
     words += [f"token term {framework.token_weight:g}"] if framework.needs_tokens else []
-    words += ["duplicates excluded"] if framework.duplicates == "exclude" else []
+    words += {"keep": [], "exclude": ["duplicates excluded"], "positives": ["duplicates are positives"]}[framework.duplicates]
     return ", ".join(words)
