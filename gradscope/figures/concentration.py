@@ -64,7 +64,7 @@ def concentration(run: Run) -> tuple[Figure, pd.DataFrame]:
 
 def _data(run: Run) -> pd.DataFrame:
     predicted = _points(run, "binned_predicted", "", "predicted")
-    there = set(run.readings.loc[run.readings["quantity"] == "concentration", "key"])
+    there = set(run.readings_of("concentration")["key"])
     parts = []
     for direction in [d for d in DIRECTIONS if f"slope.{d}" in there]:
         for series, (_, term, points, slope, _, _) in SERIES.items():

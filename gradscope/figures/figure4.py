@@ -35,7 +35,8 @@ DIRECTION_LABELS = {"i2t": "image→text", "t2i": "text→image"}
 OWN_COLOUR = "#7A3300"  # the overlaid InfoNCE run: InfoNCE's colour, darker
 PAPER_FLOOR = -10  # the paper's traces stop at 1e-10; ours are stored as log10 and need no floor
 THRESHOLD = -3
-COLUMNS = ["panel", "trajectory", "series", "term", "direction", "step", "epoch", "value", "low", "high", "n"]
+NUMBERS = ["step", "epoch", "value", "low", "high", "n"]
+COLUMNS = ["panel", "trajectory", "series", "term", "direction", *NUMBERS]
 
 
 @figures.register("4")
@@ -179,14 +180,16 @@ def _quartiles(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _named(frame: pd.DataFrame, run: Run, panel: str, series: str, term: str) -> pd.DataFrame:
-    named = frame.assign(panel=panel, trajectory=trained_with(run), series=series, term=term)
-    types = dict.fromkeys(("step", "epoch", "value", "low", "high", "n"), float)
-    return named.reindex(columns=COLUMNS).astype({"direction": object, **types})
+    words = {"panel": panel, "trajectory": trained_with(run), "series": series, "term": term}
+    missing = np.full(len(frame), np.nan)
+    numbers = {name: frame[name].to_numpy(float) if name in frame else missing for name in NUMBERS}
+    direction = (frame["direction"].to_numpy() if "direction" in frame else missing).astype(object)
+    return pd.DataFrame({**words, "direction": direction, **numbers})
 
 
 def _width(run: Run) -> str:
     """What the stamps of the loss readings say about the softmax, for the title; nothing if they do not agree."""
-    stamps = run.readings.loc[run.readings["quantity"] == "loss", "stamps"].unique()
+    stamps = run.readings_of("loss")["stamps"].unique()
     widths = {match[0] for stamp in stamps if (match := re.search(r"width \d+", str(stamp)))}
     return f", {widths.pop()}" if len(widths) == 1 else ""
 

@@ -96,7 +96,7 @@ def _colours(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:
 
 def _data(run: Run, name: str) -> pd.DataFrame:
     parts = [_rows(run.reading("geometry", key, ""), panel, key) for panel, (_, series) in PANELS.items() for key in series]
-    there = set(run.readings.loc[run.readings["quantity"] == "geometry", "key"])
+    there = set(run.readings_of("geometry")["key"])
     for panel, direction in GAP_PANELS.items():
         if f"gap_quantiles.{direction}" in there:  # a loss may have one direction only
             gap = run.reading("geometry", f"gap_quantiles.{direction}", "")
@@ -149,7 +149,7 @@ def _finish(axes: dict[str, Axes], frame: pd.DataFrame, width: int | None) -> No
 
 def _width(runs: Sequence[Run]) -> int | None:
     """The one width that the stamps of all runs name, if they do."""
-    stamps = {stamp for run in runs for stamp in run.readings.loc[run.readings["quantity"] == "geometry", "stamps"]}
+    stamps = {stamp for run in runs for stamp in run.readings_of("geometry")["stamps"]}
     found = {match.group(1) for stamp in stamps if (match := re.search(r"width (\d+)", stamp))}
     return int(found.pop()) if len(found) == 1 else None
 

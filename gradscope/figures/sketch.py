@@ -59,7 +59,7 @@ def _frame(run: Run) -> DataFrame:
     import pandas as pd
 
     rows: list[tuple[Any, ...]] = []
-    present = set(run.readings.loc[run.readings["quantity"] == "sketch", "key"]) if not run.readings.empty else set()
+    present = set(run.readings_of("sketch")["key"])
     wanted = [tower for tower in TOWERS if f"counts.{tower}" in present] or list(TOWERS)  # none: let the run say what is missing
     for tower in wanted:
         for step, counts in run.reading("sketch", f"counts.{tower}", "total")[["step", "value"]].itertuples(index=False):
