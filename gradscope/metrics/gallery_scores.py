@@ -7,8 +7,9 @@ fp32, in whatever order and with or without fused additions,
 
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1, with Cauchy and Schwarz; four roundings are for rows
 that were float64). Summed in c parts of D / c products each, n is only D / c + c + 4. So a comparison with a threshold is
-decided by fp32 unless the fp32 score lies within that of it, and the few scores that do are formed again. n is 64 or more, which
-leaves room for kernels that build an fp32 product of several coarser ones.
+decided by fp32 unless the fp32 score lies within that of it, and the few scores that do are formed again: from fp32 products that
+are summed in float64, where n is 4 and hardly one in a hundred stays open, and those in float64 throughout. n of a tile is 64 or
+more, which leaves room for kernels that build an fp32 product of several coarser ones.
 
 How it can mislead: the bound holds for fp32 products; where a trial (`gradscope.products`) finds none, every tile is float64.
 """
@@ -16,23 +17,33 @@ How it can mislead: the bound holds for fp32 products; where a trial (`gradscope
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gradscope.products import Products, Shape, fast_fp32
+from gradscope.tile_threads import in_order, workers
+
+Found = TypeVar("Found")
 
 #: Scores closer than this are tied.
 TIE_TOLERANCE = 1e-12
 #: Share of a tile's scores to form again, from which on a float64 tile is as fast.
 CROWDED = 1 / 64
+#: Scores that are counted together.
+GROUP = 64
 
 _STRIP = 4096  # rows looked at together, where a copy of all would be large
-_DEPTH = 256  # products of an fp32 sum; as fast as more (2026-11-30), with fewer scores to form again
-_PAIRS = 64  # pairs of rows taken to float64 at a time: they stay in cache
+_DEPTH = 384  # products of an fp32 sum: fewer take longer, more leave more scores to form again (2026-11-30)
+_PAIRS = 64  # pairs of rows multiplied at a time on a CPU: they stay in cache
+_MANY_PAIRS = 8192  # and on a GPU, which needs more work at a time
+_ROUNDINGS = 4  # of `nearly`: each factor, the product, and one to spare
 _LARGE = 1e30  # products of norms beyond this may overflow in fp32
 _SMALL = 1 << 14  # a gallery with so few scores is float64 at once: it is done before a trial is
 
@@ -84,17 +95,31 @@ class Gallery:
 
     def exact(self, images: Tensor, texts: Tensor) -> Tensor:
         """float64 [K]: the scores of paired row numbers [K] and [K], both int64; nan or infinite where a row is."""
-        sides = (self.images.detach(), images), (self.texts.detach(), texts)
-        wide = torch.empty(2, min(_PAIRS, len(images)), self.images.shape[1], dtype=torch.float64, device=images.device)
-        narrow = [torch.empty_like(wide[0], dtype=rows.dtype) for rows, _ in sides]  # made once: fresh memory costs more than the sums
+        return self._scores(images, texts, torch.float64)
+
+    def nearly(self, images: Tensor, texts: Tensor) -> Tensor:
+        """The same from fp32 products summed in float64, in about half the time: off by ``Tiles.close`` of a tile's error at most."""
+        return self._scores(images, texts, torch.float32)
+
+    def _scores(self, images: Tensor, texts: Tensor, dtype: torch.dtype) -> Tensor:
+        """float64 [K], the products in ``dtype``."""
+        factors = self._room.factors(dtype)
+        sides = [(self.images.detach(), images, factors[0]), (self.texts.detach(), texts, factors[1])]
         scores = torch.empty(len(images), dtype=torch.float64, device=images.device)
-        for start in range(0, len(images), _PAIRS):
-            part = slice(start, start + _PAIRS)
+        for start in range(0, len(images), len(factors[0])):
+            part = slice(start, start + len(factors[0]))
             n = len(images[part])
-            for (rows, numbers), some, double in zip(sides, narrow, wide, strict=True):
-                double[:n] = torch.index_select(rows, 0, numbers[part], out=some[:n])
-            torch.sum(wide[0, :n].mul_(wide[1, :n]), 1, out=scores[part])
+            for rows, numbers, factor in sides:
+                if rows.dtype == dtype:
+                    torch.index_select(rows, 0, numbers[part], out=factor[:n])
+                else:
+                    factor[:n] = torch.index_select(rows, 0, numbers[part], out=self._room.given(rows.dtype)[:n])
+            torch.sum(factors[0, :n].mul_(factors[1, :n]), 1, dtype=torch.float64, out=scores[part])
         return scores
+
+    @cached_property
+    def _room(self) -> _Pairs:
+        return _Pairs(_PAIRS if self.images.device.type == "cpu" else _MANY_PAIRS, self.images.shape[1], self.images.device)
 
     def shapes(self, block: int) -> tuple[Shape, ...]:
         """Of whole tiles and of those at the edges, for a trial."""
@@ -102,12 +127,43 @@ class Gallery:
         return tuple((a, b, self.depth) for a in rows for b in columns)
 
 
+class _Pairs(threading.local):
+    """Room for pairs of rows in each thread that asks, made once: fresh memory costs more than the sums."""
+
+    def __init__(self, pairs: int, width: int, device: torch.device) -> None:
+        self._shape, self._device = (pairs, width), device
+        self._factors: dict[torch.dtype, Tensor] = {}
+        self._given: dict[torch.dtype, Tensor] = {}
+
+    def factors(self, dtype: torch.dtype) -> Tensor:
+        """[2, pairs, D]."""
+        return self._kept(self._factors, dtype, 2)
+
+    def given(self, dtype: torch.dtype) -> Tensor:
+        """[pairs, D]."""
+        return self._kept(self._given, dtype, 1)[0]
+
+    def _kept(self, where: dict[torch.dtype, Tensor], dtype: torch.dtype, number: int) -> Tensor:
+        if dtype not in where:
+            where[dtype] = torch.empty(number, *self._shape, dtype=dtype, device=self._device)
+        return where[dtype]
+
+
+class _Memory(threading.local):
+    """Room for a tile and for what is beside it, in each thread that asks."""
+
+    def __init__(self, room: int, device: torch.device) -> None:
+        self.numbers = torch.empty(2, room, device=device)  # pages that nobody writes to take no memory
+
+
 class Tiles:
-    """Makes tiles [R, C] of a gallery, in which own captions and rows that are not finite score minus infinity.
+    """Makes tiles [R, C] of a gallery, in which own captions and rows that are not finite score minus infinity. May be used by
+    several threads, each of which has a tile of its own.
 
     Attributes:
         fp32: whether tiles may be fp32 at all.
         errors: float64 [N] and [M], how far an fp32 score of an image, and of a caption, may be from the true one.
+        close: by which to multiply them for scores that are ``Gallery.nearly``.
     """
 
     def __init__(self, gallery: Gallery, block: int, products: Products | None) -> None:
@@ -120,12 +176,19 @@ class Tiles:
         n = max(gallery.depth + gallery.parts + 4, 64)
         gamma = 1.01 * n * _UNIT / (1.0 - n * _UNIT)
         self.errors = gamma * norms[0] * largest[1], gamma * norms[1] * largest[0]
+        self.close = _ROUNDINGS / n
         self._whole = bool(gallery.good_image.all()), bool(gallery.good_text.all())
-        room = min(block, len(gallery.images)) * min(block, len(gallery.texts))
-        self._memory = torch.empty(3, room if self.fp32 else 0, device=gallery.images.device)
+        self._positives = _tiles_with_positives(gallery, block)
+        rows, columns = (_whole_groups(min(block, len(x))) for x in (gallery.images, gallery.texts))
+        self._memory = _Memory(rows * columns, gallery.images.device)
 
     def single(self, i: int, j: int) -> Tensor:
         """float32, images from row i and captions from row j; gone when the next is made."""
+        rows, columns = (len(x[start : start + self.block]) for x, start in ((self.gallery.images, i), (self.gallery.texts, j)))
+        return self.padded(i, j)[:rows, :columns]
+
+    def padded(self, i: int, j: int) -> Tensor:
+        """``single`` in memory of its own, and filled up with minus infinity to whole multiples of ``GROUP``."""
         rows, columns = slice(i, i + self.block), slice(j, j + self.block)
         left, right = self._plain(0, rows), self._plain(1, columns)
         total, part = (self._room(which, len(left), len(right)) for which in (0, 1))
@@ -134,30 +197,36 @@ class Tiles:
             torch.mm(some, others.T, out=part if k else total)
             if k:
                 total += part
+        total[len(self.gallery.images[rows]) :] = -torch.inf
+        total[:, len(self.gallery.texts[columns]) :] = -torch.inf
         return self._left_out(total, rows, columns)
 
     def double(self, i: int, j: int) -> Tensor:
-        """The same in float64."""
+        """``single`` in float64."""
         rows, columns = slice(i, i + self.block), slice(j, j + self.block)
         return self._left_out(finite(self.gallery.images[rows]) @ finite(self.gallery.texts[columns]).T, rows, columns)
 
-    def scratch(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 memory in the shape of an fp32 tile [R, C], twice."""
-        return self._room(1, *tile.shape), self._room(2, *tile.shape)
+    def scratch(self, rows: int, columns: int) -> Tensor:
+        """float32 memory [R, C], no larger than a tile; gone when the next tile is made."""
+        return self._room(1, rows, columns)
 
     def _room(self, which: int, rows: int, columns: int) -> Tensor:
-        return self._memory[which, : rows * columns].view(rows, columns)
+        return self._memory.numbers[which, : rows * columns].view(rows, columns)
 
     def _plain(self, side: int, part: slice) -> Tensor:
+        """fp32 rows, those that are not finite zeroed, and more zeros to a multiple of ``GROUP``."""
         rows = (self.gallery.images, self.gallery.texts)[side][part].float()
-        return rows if self._whole[side] else torch.where(finite_rows(rows)[:, None], rows, 0.0)
+        rows = rows if self._whole[side] else torch.where(finite_rows(rows)[:, None], rows, 0.0)
+        more = _whole_groups(len(rows)) - len(rows)
+        return torch.nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
 
     def _left_out(self, scores: Tensor, rows: slice, columns: slice) -> Tensor:
         if not self._whole[0]:
-            scores.masked_fill_(~self.gallery.good_image[rows, None], -torch.inf)
+            scores[torch.nonzero(~self.gallery.good_image[rows])[:, 0]] = -torch.inf
         if not self._whole[1]:
-            scores.masked_fill_(~self.gallery.good_text[columns], -torch.inf)
-        leave_out_positives(scores, self.gallery.owner[columns] - rows.start)
+            scores[:, torch.nonzero(~self.gallery.good_text[columns])[:, 0]] = -torch.inf
+        if bool(self._positives[rows.start // self.block, columns.start // self.block]):
+            leave_out_positives(scores, self.gallery.owner[columns] - rows.start)
         return scores
 
 
@@ -169,6 +238,27 @@ def open_tiles(gallery: Gallery, block: int) -> Iterator[Tiles]:
     else:
         with fast_fp32(gallery.images.device, *gallery.shapes(block)) as products:
             yield Tiles(gallery, block, products)
+
+
+def each_tile(
+    work: Callable[[tuple[int, int]], Found], places: Sequence[tuple[int, int]], device: torch.device
+) -> AbstractContextManager[Iterator[Found]]:
+    """``work`` of every place in order, in several threads where there are enough tiles for them."""
+    if len(places) < workers(device):
+        return nullcontext(map(work, places))
+    return in_order(work, places, device)
+
+
+def _tiles_with_positives(gallery: Gallery, block: int) -> Tensor:
+    """bool on the CPU, one for each tile [rows of tiles, columns of tiles]."""
+    rows, columns = (math.ceil(len(x) / block) for x in (gallery.images, gallery.texts))
+    holds = torch.zeros(rows, columns, dtype=torch.bool)
+    holds[gallery.owner.cpu() // block, torch.arange(len(gallery.texts)) // block] = True
+    return holds
+
+
+def _whole_groups(n: int) -> int:
+    return math.ceil(n / GROUP) * GROUP
 
 
 def _norms(rows: Tensor, good: Tensor) -> Tensor:

@@ -22,18 +22,16 @@ scores below everything; if it is the query, or the query's only positive, the q
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from gradscope import distributed
-from gradscope.metrics.gallery_scores import CROWDED, TIE_TOLERANCE, Gallery, Tiles, open_tiles
+from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tiles, each_tile, open_tiles
 from gradscope.metrics.pair_sweep import default_block
 from gradscope.metrics.same_rows import refuse_different
-
-_GROUP = 64
-_UNIT = 2.0**-24  # of fp32
+from gradscope.metrics.tile_counts import Counted, Side, settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,89 +95,32 @@ def ranks(
 
 def _counted(gallery: Gallery, best: Tensor, positive: Tensor, block: int, shared: bool) -> tuple[Tensor, Tensor]:
     """int64 [2, N] and [2, M]: how many negatives score above the tie band of each query, and how many above its lower edge."""
-    counts = torch.zeros(2, len(best) + len(positive), dtype=torch.int64, device=best.device)
-    by_image, by_text = counts.split([len(best), len(positive)], dim=1)
     part = (distributed.rank(), distributed.world()) if shared else (0, 1)
-    places = product(range(0, len(best), block), range(0, len(positive), block))
+    places = list(product(range(0, len(best), block), range(0, len(positive), block)))[part[0] :: part[1]]
     with open_tiles(gallery, block) as tiles:
-        levels = _Levels.of(best, tiles.errors[0]), _Levels.of(positive, tiles.errors[1])
-        for i, j in islice(places, part[0], None, part[1]):
-            rows, columns = slice(i, i + block), slice(j, j + block)
-            found = _tile_counts(tiles, i, j, levels[0][rows], levels[1][columns])
-            by_image[:, rows] += found[0]
-            by_text[:, columns] += found[1]
+        sides = Side(tiles, best, dim=1), Side(tiles, positive, dim=0)
+        sums = [side.empty() for side in sides]
+        with each_tile(lambda place: _tile_counts(tiles, sides, *place), places, best.device) as found:
+            for both in found:
+                for total, one in zip(sums, both, strict=True):
+                    total[:, one.queries] += one.counts
+    sizes = len(best), len(positive)
+    counts = torch.cat([total[:, :size] for total, size in zip(sums, sizes, strict=True)], dim=1).long()
     counts = distributed.summed(counts) if shared else counts
     return counts[:, : len(best)], counts[:, len(best) :]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Levels:
-    """What the scores of Q queries are compared with, [Q] each."""
-
-    level: Tensor  # float64, the best positive; infinity for the lost, whose count is nobody's
-    high: Tensor  # float32: an fp32 score above it is above the tie band
-    low: Tensor  # float32: an fp32 score below it is below the tie band
-
-    @classmethod
-    def of(cls, score: Tensor, error: Tensor) -> _Levels:
-        level = torch.where(torch.isneginf(score), torch.inf, score)
-        error = error + 2.0 * _UNIT * level.abs() + 1e-30  # the thresholds are rounded, too
-        low = (level - TIE_TOLERANCE - error).float().clamp_min(torch.finfo(torch.float32).min)  # above minus infinity
-        return cls(level=level, high=(level + TIE_TOLERANCE + error).float(), low=low)
-
-    def __getitem__(self, part: slice) -> _Levels:
-        return _Levels(level=self.level[part], high=self.high[part], low=self.low[part])
-
-
-def _tile_counts(tiles: Tiles, i: int, j: int, image: _Levels, text: _Levels) -> tuple[Tensor, Tensor]:
-    """int64 [2, R] and [2, C] of one tile."""
+@torch.no_grad()
+def _tile_counts(tiles: Tiles, sides: tuple[Side, Side], i: int, j: int) -> list[Counted]:
+    """One tile, for both directions: fp32 unless that leaves too much open."""
     if tiles.fp32:
-        tile = tiles.single(i, j)
-        by_row = _single_counts(tiles, tile, (i, j), image, dim=1)
-        by_column = None if by_row is None else _single_counts(tiles, tile, (i, j), text, dim=0)
-        if by_row is not None and by_column is not None:
-            return by_row, by_column
+        tile = tiles.padded(i, j)
+        found = [one for side in sides if (one := side.single(tile, i, j)) is not None]
+        if len(found) == len(sides):
+            settle(tiles, found)
+            return found
     wide = tiles.double(i, j)
-    return _double_counts(wide, image.level[:, None], 1), _double_counts(wide, text.level, 0)
-
-
-def _single_counts(tiles: Tiles, tile: Tensor, place: tuple[int, int], levels: _Levels, dim: int) -> Tensor | None:
-    """int64 [2, Q] for the queries in the rows (dim 1) or columns (dim 0) of an fp32 tile; None if too much must be formed again."""
-    low, high = (levels.low[:, None], levels.high[:, None]) if dim else (levels.low, levels.high)
-    above, reached = tiles.scratch(tile)  # 0 or 1 in fp32, which torch makes and adds faster than bool
-    counts = torch.stack([torch.gt(tile, high, out=above).sum(dim), torch.ge(tile, low, out=reached).sum(dim)]).long()
-    unsure = int((counts[1] - counts[0]).sum())
-    if unsure > CROWDED * tile.numel():
-        return None
-    if unsure:
-        number = _nonzero(reached.sub_(above).view(-1))
-        row, column = number // tile.shape[1], number % tile.shape[1]
-        score = tiles.gallery.exact(place[0] + row, place[1] + column)
-        _settle(counts, row if dim else column, score, levels.level)
-    return counts
-
-
-def _settle(counts: Tensor, query: Tensor, score: Tensor, level: Tensor) -> None:
-    """Puts right what was counted of ``score`` [K], float64, for ``query`` [K]: not above the band, but above its lower edge."""
-    level = level[query]
-    counts[0].index_add_(0, query, (score > level + TIE_TOLERANCE).long())
-    counts[1].index_add_(0, query, -(score < level - TIE_TOLERANCE).long())
-
-
-def _nonzero(flags: Tensor) -> Tensor:
-    """int64 places of the ones among many float32 zeros [K]: by groups first, which leaves little to look through."""
-    if len(flags) % _GROUP:
-        return torch.nonzero(flags)[:, 0]
-    groups = flags.view(-1, _GROUP)
-    some = torch.nonzero(groups.sum(1))[:, 0]
-    group, place = torch.nonzero(groups.index_select(0, some), as_tuple=True)
-    return some[group] * _GROUP + place
-
-
-def _double_counts(tile: Tensor, level: Tensor, dim: int) -> Tensor:
-    """int64 [2, Q]: how many scores of a float64 tile lie above the tie band, and how many above its lower edge."""
-    above = (tile > level + TIE_TOLERANCE).sum(dim)
-    return torch.stack([above, (tile >= level - TIE_TOLERANCE).sum(dim)])
+    return [side.double(wide, i, j) for side in sides]
 
 
 def _result(
