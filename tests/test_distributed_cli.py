@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 from gradscope import launch
@@ -38,6 +39,7 @@ def speak(rank: int, size: int, port: int, words: list[str], heard: Path, meetin
         os.dup2(err.fileno(), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(heard / f"error-{rank}")
     launch.MEETING = timedelta(seconds=meeting)
     sys.argv = ["gradscope", *words]
     main()
@@ -68,6 +70,13 @@ class Together:
 
     def said(self, stream: str) -> list[str]:
         return [(self.heard / f"{stream}-{rank}").read_text() for rank in range(2)]
+
+
+def torchruns_report(heard: Path) -> str:
+    """Its last line, the cause that it found: of two processes that ended with code 2, the one that left a word."""
+    assert len(list(heard.glob("error-*"))) == 1
+    ends = {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(heard / f"error-{rank}")) for rank in (0, 1)}
+    return str(ChildFailedError("gradscope", ends)).strip().splitlines()[-2]
 
 
 def base(scenes: Path, encoder: Path) -> list[str]:
@@ -131,6 +140,7 @@ def test_what_all_ranks_refuse_is_said_once(scenes_folder, small_encoder, tmp_pa
         assert said.count("gradscope:") + said.count("Usage: gradscope") == 1, said
         assert message in said
         assert "Traceback" not in said
+        assert message in torchruns_report(together.heard)
 
 
 def test_a_rank_that_does_not_come_is_missed_and_says_why(scenes_folder, small_encoder, tmp_path):

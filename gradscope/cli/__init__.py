@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 import typer
@@ -26,7 +27,7 @@ from gradscope.cli.train import train
 from gradscope.cli.watch import watch
 from gradscope.cli.what_if import what_if
 from gradscope.cli.zeros import zeros
-from gradscope.launch import Lost, only_first_speaks, speak_up, together
+from gradscope.launch import Lost, leave_word, only_first_speaks, speak_up, together
 
 #: What typer finds wrong with a command line: the parent of all such errors, which it does not export itself.
 UsageError: Any = typer.BadParameter.__base__
@@ -104,12 +105,12 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
-            speak_up()
+            _hand_on()
             raise
         _say(f"'{error.filename}' cannot be read or written: {error.strerror}; check the path and its rights")
         sys.exit(2)
     except Exception:
-        speak_up()
+        _hand_on()
         raise
     if code == INTERRUPTED:
         _say(f"stopped; {_go_on(sys.argv[1:])}.")
@@ -128,6 +129,7 @@ def _say(line: str, *, lost: bool = False) -> None:
 
     if speak_up(lost=lost):
         console.print(f"gradscope: {line}", soft_wrap=True)
+        leave_word(f"gradscope: {line}")
 
 
 def _say_usage(error: Any) -> None:
@@ -135,6 +137,13 @@ def _say_usage(error: Any) -> None:
 
     if speak_up():
         rich_format_error(error)
+        leave_word(f"gradscope: {error.format_message()}")
+
+
+def _hand_on() -> None:
+    """An error that is ours: its traceback is shown by the one that speaks, and by torchrun."""
+    if speak_up():
+        leave_word(traceback.format_exc())
 
 
 def _go_on(words: list[str]) -> str:
