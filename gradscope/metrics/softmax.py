@@ -19,12 +19,13 @@ the answer; and two tensors are needed to know whether the objective still teach
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradscope.metrics.counting import waits_for_nothing
 from gradscope.types import DIRECTIONS, Anchors, Scores
 
 #: Cells of a strip: 2 MiB in float64.
@@ -32,6 +33,11 @@ STRIP = 1 << 18
 
 #: exp of this is 0 in float64: stands for the logits of -inf, whose product with their weight of 0 would be nan.
 _GONE = -800.0
+
+_LOG2_E = math.log2(math.e)
+
+#: exp of minus this is 1e-261, far from where float64 ends, so that cells 100 below it still have all their digits.
+_RANGE = 600.0
 
 #: Below this, log softplus(x) and x agree to the last bit of float64.
 _LINEAR_BELOW = -40.0
@@ -65,39 +71,78 @@ def dense_anchors(scores: Scores, directions: Sequence[str] = DIRECTIONS) -> Anc
     Shares by hardness are not among them: with the cells at hand ``residual`` ranks as it likes.
     """
     raised = scores.cosine if scores.margin is None else scores.cosine + scores.margin
-    found = {d: _reduced(matrix) for d, matrix in per_direction(scores.logits, directions).items()}
+    hardest = dict(zip(DIRECTIONS, _hardest(raised, scores.excluded), strict=True))
+    shift = _shift(scores.scale, hardest) if len(directions) == 2 else None
+    if shift is None:
+        found = {d: _reduced(matrix) for d, matrix in per_direction(scores.logits, directions).items()}
+    else:
+        found = dict(zip(DIRECTIONS, _both_reduced(scores.logits, shift), strict=True))
     return Anchors(
         positive=scores.cosine.diagonal().double(),
         log_odds={direction: x for direction, (x, _) in found.items()},
-        hardest={d: _hardest(matrix, scores.excluded) for d, matrix in per_direction(raised, directions).items()},
+        hardest={direction: hardest[direction] for direction in directions},
         effective={direction: number for direction, (_, number) in found.items()},
     )
 
 
 def _reduced(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log odds and effective number of negatives of each row of [N, N]: [N] float64 twice."""
-    found = []
+    found = [torch.stack(_row_sums(logits, rows)[:3]) for rows in row_slices(*logits.shape)]
+    top, total, moment = torch.cat(found, dim=1)
+    return _from_sums(logits, top, total, moment)
+
+
+def _both_reduced(logits: Tensor, shift: float) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """``_reduced`` of the rows and of the columns from one exp per cell. ``shift``: see ``_shift``."""
+    found, columns = [], logits.new_zeros(2, logits.shape[1], dtype=torch.float64)
     for rows in row_slices(*logits.shape):
-        cells = logits[rows].to(torch.float64, copy=True)
-        cells.diagonal(rows.start).fill_(-math.inf)
-        top = cells.amax(dim=1, keepdim=True)
-        cells -= top.masked_fill(top == -math.inf, 0.0)  # no negatives: their sum is 0, not nan
-        weights = cells.exp()
-        total = weights.sum(dim=1)
-        moment = weights.mul_(cells.clamp_(min=_GONE)).sum(dim=1)
-        found.append(torch.stack([top[:, 0] + total.log(), total * torch.exp(-moment / total)]))
-    push, number = torch.cat(found, dim=1)
-    return push - logits.diagonal().double(), number
+        *sums, weights, moments = _row_sums(logits, rows)
+        lead = (sums[0] - shift).masked_fill(sums[0] == -math.inf, 0.0)
+        raised = lead.exp()
+        columns[0] += raised @ weights
+        columns[1] += raised @ moments + (raised * lead) @ weights
+        found.append(torch.stack(sums))
+    by_row, by_column = torch.cat(found, dim=1), torch.cat([torch.full_like(columns[:1], shift), columns])
+    return _from_sums(logits, *by_row), _from_sums(logits, *by_column)
 
 
-def _hardest(matrix: Tensor, excluded: Tensor | None) -> Tensor:
-    """The largest negative of each row of [N, N]: [N] float64, -inf where there is none. ``excluded`` is symmetric."""
-    found = []
+def _row_sums(logits: Tensor, rows: slice) -> list[Tensor]:
+    """m, S and T of some rows, [n] float64 each, and what S and T are the sums of, [n, N] each."""
+    cells = logits[rows].to(torch.float64, copy=True)
+    cells.diagonal(rows.start).fill_(-math.inf)
+    top = cells.amax(dim=1, keepdim=True)
+    cells -= top.masked_fill(top == -math.inf, 0.0)  # no negatives: their sum is 0, not nan
+    weights = (cells * _LOG2_E).exp2_()  # the exponent's rounding weighs as little as the cells it is large in
+    moments = cells.clamp_(min=_GONE).mul_(weights)
+    return [top[:, 0], weights.sum(dim=1), moments.sum(dim=1), weights, moments]
+
+
+def _from_sums(logits: Tensor, top: Tensor, total: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
+    return top + total.log() - logits.diagonal().double(), total * torch.exp(-moment / total)
+
+
+def _shift(scale: Tensor, hardest: Mapping[str, Tensor]) -> float | None:
+    """About the largest logit of a negative, where one shift for all columns loses nothing in float64; else None.
+
+    That is so where every column's own largest lies at most ``_RANGE`` below it. Only the host can ask, so a GPU has a pass for each
+    direction.
+    """
+    if not waits_for_nothing(scale):
+        return None
+    rows, columns = (scale.double() * hardest[direction] for direction in DIRECTIONS)
+    top, lowest = float(rows.max()), float(columns.masked_fill(columns == -math.inf, math.inf).min())
+    return top if math.isfinite(top) and scale > 0 and lowest >= top - _RANGE else None
+
+
+def _hardest(matrix: Tensor, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest negative of each row and of each column of [N, N]: [N] float64, -inf where there is none."""
+    found, columns = [], matrix.new_full((matrix.shape[1],), -math.inf)
     for rows in row_slices(*matrix.shape):
         cells = matrix[rows].clone() if excluded is None else matrix[rows].masked_fill(excluded[rows], -math.inf)
         cells.diagonal(rows.start).fill_(-math.inf)
         found.append(cells.amax(dim=1))
-    return torch.cat(found).double()
+        columns = torch.maximum(columns, cells.amax(dim=0))
+    return torch.cat(found).double(), columns.double()
 
 
 def log10_mean_loss(anchors: Anchors) -> Tensor:
