@@ -1,10 +1,11 @@
 """How many pictures a second are trained on: this trainer with its probe on, beside open_clip's ``train_one_epoch`` without any.
 
     python benchmarks/training.py --output runs/training                      # tiny, batch 16
-    python benchmarks/training.py --output runs/training-vit --model ViT-B-32 --batch 8 --steps 10
+    python benchmarks/training.py --output runs/training-vit --model ViT-B-32 --batch 8 --steps 4 --warm 1 --rounds 3
 
 Photo-like JPEGs with captions are made on the fly; all arms train the same weights on them, in the same batch size, precision and
-number of threads, InfoNCE and AdamW. Each arm's turn is a run of its own, from the weights on; its first steps are left out. Arms:
+number of threads, InfoNCE and AdamW. Each arm's turn is a run of its own, from a copy of the weights on; its first steps are left out,
+and so is a short turn of each arm before the first round. ``--only`` takes one of the two tables. Arms:
     open_clip                   its loop, optimizer and preprocessing, torch's default kernels
     open_clip, our kernels      the same loop with the verified products and attention, and the fused update, of this package
     ours, torch's kernels       this trainer at torch's default kernels, pictures decoded as by open_clip (--decode exact)
@@ -18,13 +19,14 @@ The probe (set ``default``, every 5 steps) is on in all of ours. Answers, two ta
 How to read it: "ours, torch's kernels" against open_clip is the price of this loop and its probe at identical settings; the lines below
 say what each further part adds. "open_clip, our kernels" says how much of that would be open_clip's too. How it can mislead: open_clip
 is given its evaluation transform, which is what this package trains with, and pictures are read by the training process
-(--workers 0) unless told otherwise; validation and checkpoints are in nobody's time. Rounds that something else disturbed show as
-extremes.
+(--workers 0) unless told otherwise; validation is in nobody's time, and checkpoints are not even written. Rounds that something else
+disturbed show as extremes.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import os
@@ -36,7 +38,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +48,12 @@ import torch
 from image_path import photo
 from PIL import Image
 from side_by_side import machine, report, say_machine
-from talk import random_weights_are_meant
+from talk import random_weights_are_meant, told
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import gradscope.train as trainer
-from gradscope.checkpoint import save_encoder
-from gradscope.console import progress
+from gradscope import checkpoint
 from gradscope.cpu_speed import cpu_speed
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.load import load_encoder
@@ -62,7 +63,6 @@ from gradscope.runlog import Run
 
 REFERENCE = "open_clip"
 PLAIN = "infonce, no probe"
-ROUNDS_BEFORE = 1  # not counted: they fill caches
 OPTIMIZER = {"train.lr": 1e-5, "train.weight_decay": 0.2, "train.beta2": 0.98, "train.eps": 1e-6}
 
 
@@ -99,14 +99,19 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """``folder`` holds train.jsonl, val.jsonl, pictures and the encoder; runs are made in it and thrown away."""
+    """``folder`` holds train.jsonl, val.jsonl and pictures; runs are made in it and thrown away. Every turn trains a copy of
+    ``weights``: building a large model takes as long as several of its steps."""
 
     plan: Plan
     folder: Path
+    weights: DualEncoder
 
-    @property
-    def encoder(self) -> Path:
-        return self.folder / "encoder"
+    def encoder(self) -> DualEncoder:
+        return copy.deepcopy(self.weights, {id(self.weights.tokenizer): self.weights.tokenizer})
+
+    def short(self) -> Work:
+        """The shortest turn, which fills caches and is not counted."""
+        return replace(self, plan=replace(self.plan, steps=1, warm=1))
 
 
 def prepare(plan: Plan, folder: Path) -> Work:
@@ -119,8 +124,7 @@ def prepare(plan: Plan, folder: Path) -> Work:
     for name, some in (("train", rows[:-2]), ("val", rows[-2:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
     torch.manual_seed(plan.seed)
-    save_encoder(folder / "encoder", _encoder(plan.model))
-    return Work(plan=plan, folder=folder)
+    return Work(plan=plan, folder=folder, weights=_encoder(plan.model))
 
 
 def _encoder(name: str) -> DualEncoder:
@@ -134,7 +138,7 @@ def _encoder(name: str) -> DualEncoder:
     random_weights_are_meant()
     model = open_clip.create_model(name, pretrained=None)
     config = {"model_cfg": open_clip.get_model_config(name), "preprocess_cfg": open_clip.get_model_preprocess_cfg(model)}
-    return DualEncoder(model, open_clip.get_tokenizer(name), config, name)
+    return DualEncoder(model, open_clip.get_tokenizer(name), config, name).eval()
 
 
 # ---- open_clip's turn
@@ -145,7 +149,7 @@ class Pictures(Dataset):
 
     def __init__(self, work: Work, encoder: DualEncoder) -> None:
         lines = (work.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
-        self.rows = [json.loads(line) for line in lines]
+        self.rows = [json.loads(line) for line in lines[: work.plan.pictures]]
         self.folder, self.transform, self.tokenize = work.folder, encoder.preprocess(), encoder.tokenizer.tokenize
 
     def __len__(self) -> int:
@@ -187,7 +191,7 @@ def open_clip_turn(work: Work, *, our_kernels: bool) -> float:
 
     plan = work.plan
     torch.manual_seed(plan.seed)
-    encoder = load_encoder(str(work.encoder), torch.device("cpu"))
+    encoder = work.encoder()
     encoder.model.output_dict = True
     data = Timed(work, encoder)
     precision = {"fp32": "fp32", "bf16": "amp_bf16"}[plan.precision]
@@ -218,6 +222,7 @@ def our_turn(work: Work, *, verified: bool = True, **changes: Any) -> float:
     output = work.folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     with ExitStack() as stack:
+        stack.enter_context(_nothing_on_disk(work))
         if not verified:
             stack.enter_context(torch_kernels())
         trainer.train(recipe(work, **changes), output, quiet=True)
@@ -231,7 +236,7 @@ def recipe(work: Work, **changes: Any) -> Recipe:
     plan = work.plan
     base = {
         "data.name": str(work.folder),
-        "encoder.name": str(work.encoder),
+        "encoder.name": plan.model,
         "train.device": "cpu",
         "train.batch_size": plan.batch,
         "train.max_steps": plan.steps + plan.warm,
@@ -244,6 +249,19 @@ def recipe(work: Work, **changes: Any) -> Recipe:
         **OPTIMIZER,
     }
     return resolve({}, {**base, **changes})
+
+
+@contextmanager
+def _nothing_on_disk(work: Work) -> Iterator[None]:
+    """The trainer takes the weights that are in memory, and an empty folder is all that it leaves for a checkpoint (of ViT-B-32 that
+    would be 1.8 GB a turn)."""
+    load, save = trainer.load_encoder, checkpoint.save
+    trainer.load_encoder = lambda *_, **__: work.encoder()
+    checkpoint.save = lambda folder, *_: folder.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        trainer.load_encoder, checkpoint.save = load, save
 
 
 @contextmanager
@@ -279,17 +297,21 @@ ARMS: dict[str, Turn] = {
 }
 BESIDE_OPEN_CLIP = tuple(ARMS)[:6]
 OBJECTIVES = (PLAIN, "+ image cache", "hn + probe")
+#: Table -> its arms, the reference first.
+TABLES = {"training": BESIDE_OPEN_CLIP, "objectives": OBJECTIVES}
+TITLES = {"training": "A training step beside open_clip's", "objectives": "HN and the probe beside plain InfoNCE"}
 
 
-def measure(work: Work) -> pd.DataFrame:
-    """Rows (round, arm, seconds); ``ROUNDS_BEFORE`` more turns of each before the first are not counted."""
+def measure(work: Work, tables: Sequence[str] = tuple(TABLES)) -> pd.DataFrame:
+    """Rows (round, arm, seconds); a short turn of each arm before the first round is not counted."""
+    arms = list(dict.fromkeys(arm for table in tables for arm in TABLES[table]))
     order, rows = random.Random(work.plan.seed), []
-    with progress("turns") as advance:
-        for number in range(-ROUNDS_BEFORE, work.plan.rounds):
-            for done, arm in enumerate(order.sample(list(ARMS), len(ARMS))):
-                advance((number + ROUNDS_BEFORE) * len(ARMS) + done, (work.plan.rounds + ROUNDS_BEFORE) * len(ARMS))
-                seconds = ARMS[arm](work)
-                rows += [{"round": number, "arm": arm, "seconds": seconds}] if number >= 0 else []
+    with told("turns") as advance:
+        for turn in range(-1, work.plan.rounds):
+            for done, arm in enumerate(order.sample(arms, len(arms))):
+                advance((turn + 1) * len(arms) + done, (work.plan.rounds + 1) * len(arms))
+                seconds = ARMS[arm](work if turn >= 0 else work.short())
+                rows += [{"round": turn, "arm": arm, "seconds": seconds}] if turn >= 0 else []
     return pd.DataFrame(rows)
 
 
@@ -315,40 +337,33 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default=plan.precision)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--seed", type=int, default=plan.seed)
+    parser.add_argument("--only", choices=tuple(TABLES), nargs="+", default=list(TABLES), help="these tables")
     return parser.parse_args()
 
 
 def main() -> None:
     given = vars(_arguments())
-    output, threads = given.pop("output"), given.pop("threads")
+    output, threads, tables = given.pop("output"), given.pop("threads"), given.pop("only")
     torch.set_num_threads(threads)
     plan = Plan(**given)
     facts = machine()
     say_machine(facts)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADSCOPE_CACHE"] = f"{folder}/cache"  # nothing of it stays
-        measured = measure(prepare(plan, Path(folder)))
+        measured = measure(prepare(plan, Path(folder)), tables)
     output.mkdir(parents=True, exist_ok=True)
     measured.to_csv(output / "turns.csv", index=False)
     what = f"{plan.model}, batch {plan.batch}, {plan.precision}, JPEGs of {plan.side} x {plan.side * 3 // 4}"
-    show(measured, BESIDE_OPEN_CLIP, REFERENCE, f"A training step beside open_clip's: {what}", output, "training", facts, plan)
-    show(measured, OBJECTIVES, PLAIN, f"HN and the probe beside plain InfoNCE: {what}", output, "objectives", facts, plan)
+    for table in tables:
+        show(measured, table, what, output, facts, plan)
 
 
-def show(
-    measured: pd.DataFrame,
-    arms: Sequence[str],
-    reference: str,
-    title: str,
-    output: Path,
-    name: str,
-    facts: Mapping[str, Any],
-    plan: Plan,
-) -> None:
-    frame = ratios(measured, arms, reference)
+def show(measured: pd.DataFrame, table: str, what: str, output: Path, facts: Mapping[str, Any], plan: Plan) -> None:
+    frame = ratios(measured, TABLES[table], TABLES[table][0])
     rates = ", ".join(f"{row['arm']} {plan.batch / row['seconds']:.1f}" for row in frame.to_dict("records"))
     notes = {"pictures per second": rates, "turns": plan.words()}
-    report(frame, title=title, output=output, name=name, facts={**facts, "plan": vars(plan)}, notes=notes)
+    title = f"{TITLES[table]}: {what}"
+    report(frame, title=title, output=output, name=table, facts={**facts, "plan": vars(plan)}, notes=notes)
 
 
 if __name__ == "__main__":

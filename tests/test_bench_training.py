@@ -43,7 +43,6 @@ def test_the_whole_path(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("GRADSCOPE_CACHE", str(tmp_path / "own"))
     sizes = ["--batch", "2", "--steps", "1", "--warm", "1", "--rounds", "1", "--side", "80"]
     monkeypatch.setattr(sys, "argv", ["training.py", "--output", str(tmp_path / "out"), *sizes])
-    monkeypatch.setattr(bench, "ROUNDS_BEFORE", 0)
     bench.main()
     turns = pd.read_csv(tmp_path / "out" / "turns.csv")
     assert sorted(turns["arm"]) == sorted(bench.ARMS)
@@ -66,9 +65,8 @@ def test_both_trainers_see_the_same_pixels_and_tokens(work):
     """With --decode exact to the bit: the ratio at identical settings is of identical work."""
     from gradscope.data.batching import Batches
     from gradscope.data.source import open_data
-    from gradscope.encoders.load import load_encoder
 
-    encoder = load_encoder(str(work.encoder))
+    encoder = work.encoder()
     theirs = bench.Pictures(work, encoder)
     records = open_data(str(work.folder)).records("train")
     assert len(theirs) == len(records) == PLAN.pictures
@@ -78,6 +76,15 @@ def test_both_trainers_see_the_same_pixels_and_tokens(work):
         pixels, ids = theirs[index]
         assert torch.equal(batch.images["full"][row], pixels)
         assert torch.equal(batch.texts["full"][row], ids)
+
+
+@pytest.mark.parametrize("arm", ["open_clip", "ours"])
+def test_a_turn_leaves_the_weights_and_the_trainer_as_they_were(work, arm):
+    before = {name: tensor.clone() for name, tensor in work.weights.state_dict().items()}
+    load, save = bench.trainer.load_encoder, bench.checkpoint.save
+    bench.ARMS[arm](work.short())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in work.weights.state_dict().items())
+    assert (bench.trainer.load_encoder, bench.checkpoint.save) == (load, save)
 
 
 def test_torchs_kernels_are_put_back():
