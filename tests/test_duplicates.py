@@ -167,14 +167,15 @@ def test_a_duplicate_caption_is_no_longer_pushed_away() -> None:
 
 @pytest.mark.parametrize("trained", ["infonce", "hn"])
 def test_every_quantity_reads_masked_logits(trained: str) -> None:
-    """No failure, and nan only where the same captions without any duplicate give nan too."""
+    """No failure, and nan only where the same captions without any duplicate give nan too; or where all are hubs alike."""
     step, values, failures = masked_step(repeated(8, [0, 1, 1, 2, 3, 0, 4, 0]), trained)
     _, plain, _ = masked_step(toy_batch(8, 3), trained)
     assert failures == []
     assert all(head.scores.excluded is not None for head in step.heads.values())
     bad = {key for key, value in values.items() if np.isnan(np.atleast_1d(np.asarray(value, dtype=float))).any()}
     fine = {key for key, value in plain.items() if not np.isnan(np.atleast_1d(np.asarray(value, dtype=float))).any()}
-    assert bad & fine == set()
+    alike = {("geometry", "", f"hub_skewness.{d}") for d in ("i2t", "t2i") if values["geometry", "", f"hub_largest.{d}"] == 5 / 8}
+    assert bad & fine == alike & fine  # each candidate among the 5 nearest of 5 anchors has no skewness: one draw in thirty
     assert values.keys() == plain.keys()
 
 
