@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +30,7 @@ from torch import Tensor
 from gradscope.products import Products, Shape, fast_fp32
 from gradscope.tile_threads import in_order, workers
 
+Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 #: Scores closer than this are tied.
@@ -166,8 +167,8 @@ class Tiles:
         close: by which to multiply them for scores that are ``Gallery.nearly``.
     """
 
-    def __init__(self, gallery: Gallery, block: int, products: Products | None) -> None:
-        """``products``: those in use, if fp32 is to be used."""
+    def __init__(self, gallery: Gallery, block: int, products: Products | None, *, positives: bool = False) -> None:
+        """``products``: those in use, if fp32 is to be used. ``positives``: own captions are scored as all others."""
         self.gallery = gallery
         self.block = block
         norms = _norms(gallery.images, gallery.good_image), _norms(gallery.texts, gallery.good_text)
@@ -178,7 +179,7 @@ class Tiles:
         self.errors = gamma * norms[0] * largest[1], gamma * norms[1] * largest[0]
         self.close = _ROUNDINGS / n
         self._whole = bool(gallery.good_image.all()), bool(gallery.good_text.all())
-        self._positives = _tiles_with_positives(gallery, block)
+        self._left_out_of = _tiles_with_positives(gallery, block) & (not positives)
         rows, columns = (_whole_groups(min(block, len(x))) for x in (gallery.images, gallery.texts))
         self._memory = _Memory(rows * columns, gallery.images.device)
 
@@ -225,28 +226,28 @@ class Tiles:
             scores[torch.nonzero(~self.gallery.good_image[rows])[:, 0]] = -torch.inf
         if not self._whole[1]:
             scores[:, torch.nonzero(~self.gallery.good_text[columns])[:, 0]] = -torch.inf
-        if bool(self._positives[rows.start // self.block, columns.start // self.block]):
+        if bool(self._left_out_of[rows.start // self.block, columns.start // self.block]):
             leave_out_positives(scores, self.gallery.owner[columns] - rows.start)
         return scores
 
 
 @contextmanager
-def open_tiles(gallery: Gallery, block: int) -> Iterator[Tiles]:
+def open_tiles(gallery: Gallery, block: int, *, positives: bool = False) -> Iterator[Tiles]:
     """Tiles of a gallery while the products they are made with are in force."""
     if gallery.small:
-        yield Tiles(gallery, block, None)
+        yield Tiles(gallery, block, None, positives=positives)
     else:
         with fast_fp32(gallery.images.device, *gallery.shapes(block)) as products:
-            yield Tiles(gallery, block, products)
+            yield Tiles(gallery, block, products, positives=positives)
 
 
 def each_tile(
-    work: Callable[[tuple[int, int]], Found], places: Sequence[tuple[int, int]], device: torch.device
+    work: Callable[[Item], Found], items: Iterable[Item], number: int, device: torch.device
 ) -> AbstractContextManager[Iterator[Found]]:
-    """``work`` of every place in order, in several threads where there are enough tiles for them."""
-    if len(places) < workers(device):
-        return nullcontext(map(work, places))
-    return in_order(work, places, device)
+    """``work`` of every item, one for each of so many tiles, in order, in several threads where there are enough tiles for them."""
+    if number < workers(device):
+        return nullcontext(map(work, items))
+    return in_order(work, items, device)
 
 
 def _tiles_with_positives(gallery: Gallery, block: int) -> Tensor:

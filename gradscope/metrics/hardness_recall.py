@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradscope.metrics.bootstrap import RESAMPLES, mean_interval
-from gradscope.metrics.gallery_scores import finite, finite_rows
+from gradscope.metrics.nearest_other import nearest_other
 from gradscope.metrics.ranks import Ranks
 from gradscope.metrics.recall import hit_probability
 
@@ -48,26 +48,15 @@ class HardnessBin:
     high: float
 
 
-@torch.no_grad()
-def caption_hardness(texts: Tensor, image_of_text: Tensor, *, block: int = 1024) -> Array:
+def caption_hardness(texts: Tensor, image_of_text: Tensor, *, block: int | None = None) -> Array:
     """float64 [M]: each caption's largest cosine to a caption of another image; nan where there is none or the row is not finite.
 
     Args:
         texts: unit rows [M, D]. image_of_text: int64 [M].
-        block: tile edge; memory is O(block * (block + D)).
+        block: tile edge, and so is memory, as in ``nearest_other``.
     """
-    if texts.device.type == "mps":  # has no float64
-        texts = texts.cpu()
-    owner, good = image_of_text.to(texts.device), finite_rows(texts)
-    best = torch.full((len(texts),), -torch.inf, dtype=torch.float64, device=texts.device)
-    for i in range(0, len(texts), block):
-        for j in range(0, len(texts), block):
-            rows, columns = slice(i, i + block), slice(j, j + block)
-            tile = finite(texts[rows]) @ finite(texts[columns]).T
-            tile.masked_fill_((owner[rows, None] == owner[columns]) | ~good[columns], -torch.inf)
-            best[rows] = torch.maximum(best[rows], tile.amax(1))
-    best[~good | torch.isneginf(best)] = torch.nan
-    return best.cpu().numpy()
+    best = nearest_other(texts, image_of_text, block=block)
+    return best.masked_fill_(torch.isneginf(best), torch.nan).cpu().numpy()
 
 
 def query_hardness(counts: Ranks, hardness: Array, image_of_text: Tensor) -> Array:

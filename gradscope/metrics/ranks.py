@@ -98,9 +98,9 @@ def _counted(gallery: Gallery, best: Tensor, positive: Tensor, block: int, share
     part = (distributed.rank(), distributed.world()) if shared else (0, 1)
     places = list(product(range(0, len(best), block), range(0, len(positive), block)))[part[0] :: part[1]]
     with open_tiles(gallery, block) as tiles:
-        sides = Side(tiles, best, dim=1), Side(tiles, positive, dim=0)
+        sides = Side(tiles, best, tiles.errors[0], dim=1), Side(tiles, positive, tiles.errors[1], dim=0)
         sums = [side.empty() for side in sides]
-        with each_tile(lambda place: _tile_counts(tiles, sides, *place), places, best.device) as found:
+        with each_tile(lambda place: _tile_counts(tiles, sides, *place), places, len(places), best.device) as found:
             for both in found:
                 for total, one in zip(sums, both, strict=True):
                     total[:, one.queries] += one.counts

@@ -74,12 +74,12 @@ class Open:
 class Side:
     """Q queries that lie in the rows (``dim`` 1) or the columns (``dim`` 0) of tiles. May be used by several threads."""
 
-    def __init__(self, tiles: Tiles, score: Tensor, dim: int) -> None:
-        """``score``: float64 [Q], the levels, in the order of the gallery's images or captions."""
+    def __init__(self, tiles: Tiles, score: Tensor, error: Tensor, dim: int) -> None:
+        """``score`` and ``error``: float64 [Q], the levels, and how far an fp32 score of the query may be from the true one."""
         self.tiles = tiles
         self.dim = dim
         beyond = (0, GROUP)  # of the last tile, which is filled up
-        self.levels = Levels.of(pad(score, beyond, value=torch.inf), pad(tiles.errors[1 - dim], beyond))
+        self.levels = Levels.of(pad(score, beyond, value=torch.inf), pad(error, beyond))
         self._habit = _Habit()
 
     def empty(self) -> Tensor:
@@ -89,9 +89,13 @@ class Side:
     def single(self, tile: Tensor, i: int, j: int) -> Counted | None:
         """The counts of a padded fp32 tile that starts at image i and caption j; None if it is crowded."""
         start = i if self.dim else j
-        queries: slice | Tensor = slice(start, start + tile.shape[1 - self.dim])
-        if (some := self._reaching(tile, self.levels.low[queries])) is not None:
-            tile, queries = tile.index_select(1 - self.dim, some), start + some
+        queries = slice(start, start + tile.shape[1 - self.dim])
+        some = self._reaching(tile, self.levels.low[queries])
+        return self.among(tile, i, j, some, queries if some is None else start + some)
+
+    def among(self, tile: Tensor, i: int, j: int, lines: Tensor | None, queries: slice | Tensor) -> Counted | None:
+        """The same for some queries, the scores of each in one of the ``lines`` (rows or columns) of the tile; in all if None."""
+        tile = tile if lines is None else tile.index_select(1 - self.dim, lines)
         own = self.levels[queries]
         beyond = torch.stack([self._grouped(tile, torch.gt, own.high), self._grouped(tile, torch.ge, own.low)])
         differ = beyond[1] - beyond[0]
@@ -101,18 +105,16 @@ class Side:
         if not unsure:
             return Counted(queries=queries, counts=counts)
         query, candidate = self._open_cells(tile, differ, own)
-        mine = start + (query if some is None else some[query])
-        image, text = (mine, j + candidate) if self.dim else (i + candidate, mine)
-        unsettled = Open(query=query, image=image, text=text, level=own.level[query], error=own.error[query])
+        line = query if lines is None else lines[query]
+        image, text = (line, candidate) if self.dim else (candidate, line)
+        unsettled = Open(query=query, image=i + image, text=j + text, level=own.level[query], error=own.error[query])
         return Counted(queries=queries, counts=counts, open=unsettled)
 
     def double(self, tile: Tensor, i: int, j: int) -> Counted:
         """The counts of a float64 tile."""
         start = i if self.dim else j
         queries = slice(start, start + tile.shape[1 - self.dim])
-        level = self.levels.level[queries, None] if self.dim else self.levels.level[queries]
-        counts = torch.stack([(tile > level + TIE_TOLERANCE).sum(self.dim), (tile >= level - TIE_TOLERANCE).sum(self.dim)])
-        return Counted(queries=queries, counts=counts)
+        return Counted(queries=queries, counts=double_counts(tile, self.levels.level[queries], self.dim))
 
     def _reaching(self, tile: Tensor, low: Tensor) -> Tensor | None:
         """Queries that any score of the tile reaches, where they are few; else None, and the next tiles are not asked."""
@@ -146,6 +148,12 @@ class _Habit(threading.local):
     """In each thread: for how many tiles not to ask whether few queries are reached."""
 
     pause = 0
+
+
+def double_counts(tile: Tensor, level: Tensor, dim: int) -> Tensor:
+    """int64 [2, Q], above and reached, of a float64 tile with the queries in its rows (``dim`` 1) or columns."""
+    level = level[:, None] if dim else level
+    return torch.stack([(tile > level + TIE_TOLERANCE).sum(dim), (tile >= level - TIE_TOLERANCE).sum(dim)])
 
 
 def settle(tiles: Tiles, counted: Sequence[Counted]) -> None:

@@ -3,7 +3,7 @@
     true R@k = mean over images of (1 / n_i) sum over its captions j of P(caption j within the first k)
 
 A caption's place counts everything ahead of it, its image's other captions too; ties are in random order, so with g candidates
-above and t others tied (within ``TIE_TOLERANCE``) the chance is (k - g) / (t + 1), cut to 0..1. Image -> text only: a caption
+above and t others tied (as in ranks.py) the chance is (k - g) / (t + 1), cut to 0..1. Image -> text only: a caption
 has one image.
 
 How to read it: the retrieval literature's "R@k" is mostly hit-if-any (recall.py); this is the other reading of the word. It cannot
@@ -13,26 +13,29 @@ How it can mislead: the two are equal with one caption per image and far apart w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, product
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from gradscope.metrics.bootstrap import RESAMPLES, mean_interval
-from gradscope.metrics.gallery_scores import TIE_TOLERANCE, check_gallery, finite, finite_rows
+from gradscope.metrics.gallery_scores import Gallery, Tiles, each_tile, open_tiles
+from gradscope.metrics.pair_sweep import default_block
 from gradscope.metrics.recall import MetricRow
+from gradscope.metrics.tile_counts import Counted, Side, double_counts, settle
 
 DEPTHS = (1, 5, 10)
 PROTOCOL = "every caption is a candidate; fraction of the image's captions within k; ties in random order"
-
-#: Scores held at a time, 64 MiB: rows of all captions are wide where captions are many.
-_ENTRIES = 1 << 23
 
 Array = NDArray[np.float64]
 
 
 def true_recall_rows(
-    images: Tensor, texts: Tensor, image_of_text: Tensor, *, resamples: int = RESAMPLES, seed: int = 0, block: int = 1024
+    images: Tensor, texts: Tensor, image_of_text: Tensor, *, resamples: int = RESAMPLES, seed: int = 0, block: int | None = None
 ) -> list[MetricRow]:
     """Rows "true R@1", "true R@5", "true R@10" with 95 % intervals over images. Raises ValueError as ``ranks`` does."""
     greater, ties = caption_places(images, texts, image_of_text, block=block)
@@ -58,34 +61,67 @@ def true_recall_rows(
 
 @torch.no_grad()
 def caption_places(
-    images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int = 1024
+    images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each caption, with its image as the query: candidates above it, and others tied with it; int64 [M] each.
 
-    A caption whose score is not finite has all others above it. ``block``: images at a time, fewer where captions are very many.
+    A caption whose score is not finite has all others above it. ``block`` as in ``ranks``, and so is the memory it takes.
     """
-    check_gallery(images, texts, image_of_text)
-    if images.device.type == "mps":  # has no float64
-        images, texts = images.cpu(), texts.cpu()
-    owner = image_of_text.to(images.device)
-    good_image, good_text = finite_rows(images), finite_rows(texts)
-    order = torch.argsort(owner, stable=True)
-    number = torch.bincount(owner, minlength=len(images))
-    first = number.cumsum(0) - number
-    doubles = finite(texts)
-    block = max(1, min(block, _ENTRIES // len(texts)))
-    counts = torch.zeros(2, len(texts), dtype=torch.int64, device=images.device)
-    for start in range(0, len(images), block):
-        scores = finite(images[start : start + block]) @ doubles.T  # [rows, M]
-        scores.masked_fill_(~good_image[start : start + block, None] | ~good_text, -torch.inf)
-        rows = torch.arange(start, start + len(scores), device=images.device)
-        for k in range(int(number[rows].max())):  # the k-th caption of each image that has one
-            having = rows[number[rows] > k]
-            column = order[first[having] + k]
-            mine = scores[having - start]
-            score = mine.gather(1, column[:, None])
-            counts[0, column] = (mine > score + TIE_TOLERANCE).sum(1)
-            counts[1, column] = (mine >= score - TIE_TOLERANCE).sum(1) - 1
-    lost = ~(good_text & good_image[owner])
-    counts[0, lost] = counts[1, lost] = len(texts) - 1
+    gallery = Gallery.of(images, texts, image_of_text)
+    block = block or default_block(gallery.images.device)
+    positive = gallery.positive_scores()
+    queries = _Queries.of(gallery.owner)
+    places = list(product(range(0, len(images), block), range(0, len(texts), block)))
+    with open_tiles(gallery, block, positives=True) as tiles:
+        side = Side(tiles, positive[queries.caption], tiles.errors[0][gallery.owner[queries.caption]], dim=1)
+        total = side.empty()
+        with each_tile(lambda place: _tile_counts(tiles, side, queries, *place), places, len(places), total.device) as found:
+            for one in chain.from_iterable(found):
+                total[:, one.queries] += one.counts
+    counts = torch.empty(2, len(texts), dtype=torch.int64, device=total.device)
+    counts[:, queries.caption] = total[:, : len(texts)].long()
+    counts[1] -= 1  # a caption reaches itself
+    counts[:, torch.isneginf(positive)] = len(texts) - 1
     return counts[0].cpu().numpy(), (counts[1] - counts[0]).cpu().numpy()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Queries:
+    """All captions, image by image."""
+
+    caption: Tensor  # int64 [M]
+    first: Tensor  # int64 [N], the place in ``caption`` of the first of an image
+    number: Tensor  # int64 [N], how many an image has
+
+    @classmethod
+    def of(cls, owner: Tensor) -> _Queries:
+        number = torch.bincount(owner)
+        return cls(caption=torch.argsort(owner, stable=True), first=number.cumsum(0) - number, number=number)
+
+    def turns(self, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """For k = 0, 1, ...: which of the images have a k-th caption, and where in ``caption`` it is."""
+        first, number = self.first[rows], self.number[rows]
+        for k in range(int(number.max())):
+            having = torch.nonzero(number > k)[:, 0]
+            yield having, first[having] + k
+
+
+@torch.no_grad()
+def _tile_counts(tiles: Tiles, side: Side, queries: _Queries, i: int, j: int) -> list[Counted]:
+    """One tile against one caption of each image at a time: fp32 unless that leaves too much open."""
+    rows = slice(i, i + tiles.block)
+    if tiles.fp32:
+        tile = tiles.padded(i, j)
+        top = tile.amax(1)
+        found = []
+        for line, query in queries.turns(rows):
+            reached = torch.nonzero(top[line] >= side.levels.low[query])[:, 0]
+            if len(reached):
+                found.append(side.among(tile, i, j, line[reached], query[reached]))
+        if (whole := [one for one in found if one is not None]) == found:
+            settle(tiles, whole)
+            return whole
+    wide = tiles.double(i, j)
+    return [
+        Counted(queries=query, counts=double_counts(wide[line], side.levels.level[query], 1)) for line, query in queries.turns(rows)
+    ]
