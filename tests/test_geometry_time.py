@@ -68,7 +68,7 @@ def test_panels_hold_the_readings_and_their_running_medians(runs: tuple[Run, Run
     colours = [line.get_color() for line in drawing.axes[0].lines]
     assert colours == [c for name in ("hn", "infonce") for c in [OBJECTIVE_COLOURS[name]] * 2]
     assert [line.get_linestyle() for line in drawing.axes[1].lines] == ["-", "-", "-", "--"] * 2
-    assert [text.get_text() for text in drawing.axes[3].texts] == ["at most 7"]
+    assert [text.get_text() for text in drawing.axes[3].texts] == ["at most min(7, $D$)"]
 
 
 @pytest.mark.parametrize(("count", "window"), [(1, 1), (19, 1), (20, 3), (59, 5), (100, 11), (5000, 51)])

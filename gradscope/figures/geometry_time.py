@@ -4,7 +4,8 @@
     (d) effective rank, centred     (e) gap image->text                 (f) gap text->image
 A thin line is the reading of each measured batch, a thick one its running median; in (e) and (f) the band holds the middle 80 % of
 the anchors, the line is the median anchor, both running medians over steps. Solid is the first tower, dashed the second. The words in
-(d) say what a batch of this width can show at most. Below the dotted line of (e) and (f), a gap of 0, retrieval in the batch fails.
+(d) say what a batch of this width can show at most, D being the width of the embeddings: min(width - 1, D). Below the dotted line of
+(e) and (f), a gap of 0, retrieval in the batch fails.
 
 Source: the quantity "geometry". How to read: (a) and (b) falling together is learning; (a) falling while (b) rises is collapse.
 How it can mislead: one run's batches are small, so levels of (c) and (d) are biased by the width (too large, too small): compare
@@ -144,7 +145,7 @@ def _finish(axes: dict[str, Axes], frame: pd.DataFrame, width: int | None) -> No
         axes[panel].set_visible(panel in set(frame["panel"]))
     if width is not None:
         axes["d"].margins(y=0.25)
-        axes["d"].text(0.97, 0.97, f"at most {width - 1}", ha="right", va="top", fontsize=6.5, transform=axes["d"].transAxes)
+        axes["d"].text(0.97, 0.97, f"at most min({width - 1}, $D$)", ha="right", va="top", fontsize=6.5, transform=axes["d"].transAxes)
 
 
 def _width(runs: Sequence[Run]) -> int | None:
