@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gradscope.encoders.text import TextEncoder
     from gradscope.metrics.geometry import Geometry
 
-__all__ = ["CaptionGeometry", "load_geometry", "measure_captions"]
+__all__ = ["CaptionGeometry", "load_geometry", "measure_captions", "refuse_too_few"]
 
 Advance = Callable[[int, int], None]
 
@@ -67,8 +67,7 @@ def measure_captions(
     from gradscope.distributed import rank, world
     from gradscope.metrics.geometry import Course, caption_geometry
 
-    if len(captions.texts) < 2:
-        raise ValueError(f"'{captions.name}' has {len(captions.texts)} caption; a pair needs two, so give a file with more.")
+    refuse_too_few(captions)
     clock = [time.perf_counter()]
     with progress(f"{captions.name}: captions embedded") as advance:
         rows, truncated = _embedded(captions.texts, encoder, advance)
@@ -91,6 +90,12 @@ def measure_captions(
     return result
 
 
+def refuse_too_few(captions: Captions) -> None:
+    """Raises ValueError where there is no pair."""
+    if len(captions.texts) < 2:
+        raise ValueError(f"'{captions.name}' has {len(captions.texts)} caption; a pair needs two, so give a file with more.")
+
+
 def _embedded(texts: Sequence[str], encoder: TextEncoder, advance: Advance) -> tuple[Tensor, int]:
     """All rows on every process, and how many captions were truncated."""
     from gradscope.distributed import concatenated, everyones, own_share, world
@@ -110,8 +115,8 @@ def _plan(name: str, rows: Tensor, *, passes: int) -> tuple[str, float]:
     seconds, extra = estimate(rows, processes=world())
     took = "less than 0.1 s" if seconds * passes < 0.1 else f"about {_duration(seconds * passes)}"
     words = (
-        f"{name}: {n * (n - 1) // 2:,} pairs, {took} now that they are embedded (and seconds for the width curve), "
-        f"{decimal(extra)} beside {decimal(rows.numel() * 4)} of embeddings "
+        f"{name}: {n * (n - 1) // 2:,} {'pair' if n == 2 else 'pairs'}, {took} now that they are embedded "
+        f"(and seconds for the width curve), {decimal(extra)} beside {decimal(rows.numel() * 4)} of embeddings "
         f"(the full matrix would take {decimal(4 * n * n)})"
     )
     return words, seconds

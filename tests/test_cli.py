@@ -290,6 +290,37 @@ def test_geometry_refuses_flags_that_nothing_would_look_at(cli, tmp_path):
     refused(cli("caption-geometry", "scenes", "--encoding", "latin-1"), "--encoding latin-1", "would be ignored")
 
 
+def test_geometry_of_a_handful_of_captions(cli, tmp_path):
+    (tmp_path / "one.txt").write_text("a red chair\n")
+    refused(cli("caption-geometry", "one.txt", "--encoder", "nowhere"), "'one' has 1 caption", "a pair needs two")
+    (tmp_path / "same.txt").write_text("a red chair\na red chair\n")
+    code, out, err = cli("caption-geometry", "same.txt", "--encoder", "tiny")
+    assert code == 0, err
+    assert "same: 1 pair, " in err
+    assert "fewer than 16 captions: nothing to say of random batches, and no width curve" in out
+    assert out.count("100%") == 6
+    assert [path.stem for path in (tmp_path / "runs" / "geometry").glob("*.pdf")] == ["figure1"]
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.0, "0%"),
+        (1.0, "100%"),
+        (0.9996, "99.9%"),
+        (0.5, "50.0%"),
+        (0.0997, "10.0%"),
+        (0.0312, "3.1%"),
+        (4e-5, "0.004%"),
+        (1e-7, "1e-05%"),
+    ],
+)
+def test_shares_in_words(share, words):
+    from gradscope.cli.geometry import _share
+
+    assert _share(share) == words
+
+
 def test_weights_without_a_finite_number_give_no_recall(cli, make_encoder, scenes_folder):
     import torch
     from safetensors.torch import load_file, save_file

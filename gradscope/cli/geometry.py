@@ -63,7 +63,7 @@ def caption_geometry(
     ]
     _refuse_equal_names([source.name for source in sources])
 
-    from gradscope.caption_geometry import measure_captions
+    from gradscope.caption_geometry import measure_captions, refuse_too_few
     from gradscope.distributed import rank
     from gradscope.encoders.load import default_geometry_encoder, resolve_device
     from gradscope.encoders.text import load_text_encoder
@@ -73,6 +73,8 @@ def caption_geometry(
     def say(line: str) -> None:
         console.print(line, soft_wrap=True)
 
+    for source in sources:
+        refuse_too_few(source)
     name = encoder or default_geometry_encoder([source.name for source in sources])
     place = resolve_device(device)
     text_encoder = load_text_encoder(name, device=str(place), batch_size=batch_size)
@@ -83,9 +85,7 @@ def caption_geometry(
         if rank():
             return
     out.print(_summary(found))
-    near = found[0].width_curve.near
-    out.print(f"\nIn a random batch: expected hardest cosine | chance of a neighbour >= {near:g}", soft_wrap=True)
-    out.print(_widths(found))
+    _print_widths(found)
     for geometry in found:
         for warning in geometry.warnings:
             out.print(Text.assemble(("note", "bold"), f" {geometry.name}: {warning}"), soft_wrap=True)
@@ -134,19 +134,45 @@ def _summary(found: list[CaptionGeometry]) -> Table:
     rows = {
         "captions": [f"{g.n:,}" for g in found],
         "pairs": [f"{g.n_pairs:,}" for g in found],
-        "truncated by the encoder": [f"{g.n_truncated:,} ({g.n_truncated / g.n:.0%})" for g in found],
+        "truncated by the encoder": [f"{g.n_truncated:,} ({_share(g.n_truncated / g.n)})" for g in found],
         "word-for-word duplicates": [f"{g.n_duplicates:,}" for g in found],
         "mean, all pairs": [f"{g.mean:.4f}" for g in found],
         "median, all pairs" if exact else "median, all pairs (to 0.01)": [f"{g.quantiles[0.5]:.{4 if exact else 2}f}" for g in found],
         "hardest neighbour, mean": [f"{g.hardest_mean:.4f}" for g in found],
     }
     for threshold in found[0].pair_shares:
-        rows[f"pairs >= {threshold:g}"] = [f"{100 * g.pair_shares[threshold]:.2g}%" for g in found]
-        rows[f"captions with a neighbour >= {threshold:g}"] = [f"{g.hardest_shares[threshold]:.1%}" for g in found]
+        rows[f"pairs >= {threshold:g}"] = [_share(g.pair_shares[threshold]) for g in found]
+        rows[f"captions with a neighbour >= {threshold:g}"] = [_share(g.hardest_shares[threshold]) for g in found]
     rows["seconds: embedding, all pairs"] = [f"{g.seconds['embed']:.1f}, {g.seconds['pairs']:.2f}" for g in found]
     for label, cells in rows.items():
         table.add_row(label, *cells)
     return table
+
+
+def _share(share: float) -> str:
+    """Two digits of a small share; 100% only where it is all."""
+    percent = 100 * share
+    if percent == 0 or percent == 100:
+        return f"{percent:.0f}%"
+    return f"{min(percent, 99.9):.1f}%" if percent >= 9.95 else f"{percent:.2g}%"
+
+
+def _print_widths(found: list[CaptionGeometry]) -> None:
+    from gradscope.console import out
+
+    curve = found[0].width_curve
+    if all(g.n < min(curve.widths) for g in found):
+        out.print(
+            f"\nNo batch of {min(curve.widths)} can be drawn from so few captions: nothing to say of random batches.", soft_wrap=True
+        )
+        return
+    out.print(f"\nIn a random batch: expected hardest cosine | chance of a neighbour >= {curve.near:g}", soft_wrap=True)
+    out.print(_widths(found))
+
+
+def _has_widths(found: list[CaptionGeometry]) -> bool:
+    """Whether a batch of the smallest width can be drawn from any of the data sets."""
+    return any(g.n >= min(g.width_curve.widths) for g in found)
 
 
 def _widths(found: list[CaptionGeometry]) -> Table:
@@ -159,7 +185,7 @@ def _widths(found: list[CaptionGeometry]) -> Table:
     for k, width in enumerate(found[0].width_curve.widths):
         cells = [(g.width_curve.expected_hardest[k], g.width_curve.near_chance[k]) for g in found]
         if any(hardest is not None for hardest, _ in cells):
-            table.add_row(str(width), *("more than N" if h is None or c is None else f"{h:.3f} | {100 * c:.2g}%" for h, c in cells))
+            table.add_row(str(width), *("more than N" if h is None or c is None else f"{h:.3f} | {_share(c)}" for h, c in cells))
     if any(g.width_curve.anchors < g.n for g in found):
         table.caption = "expected hardest from " + ", ".join(f"{g.width_curve.anchors:,} anchors of {g.name}" for g in found)
     return table
@@ -187,7 +213,8 @@ def _figures(found: list[CaptionGeometry], output: Path) -> list[Path]:
     from gradscope.figures.width_curve import width_curve
 
     paths: list[Path] = []
-    for name, draw in (("figure1", figure1), ("width_curve", width_curve)):
+    drawn = {"figure1": figure1} | ({"width_curve": width_curve} if _has_widths(found) else {})
+    for name, draw in drawn.items():
         figure, frame = draw(found)
         paths += save(figure, frame, output / name)
     return paths
