@@ -43,12 +43,18 @@ class Watched:
     anchors: Anchors
     loss: Tensor
     logit_grad: Tensor | None
-    image_grad: Tensor
-    text_grad: Tensor
+    image_grad: Tensor | None  # None where it is not looked at: ``Heads.gradients``
+    text_grad: Tensor | None
     scale_grad: Tensor | None
     direction_grads: Mapping[str, Tensor] = field(default_factory=dict)
     margin_mean: Tensor | None = None  # where it was streamed
     zero_cells: Tensor | None = None  # likewise
+
+    def at_rows(self) -> dict[str, Tensor]:
+        """The gradients at the rows by ``ROWS``, where they were formed."""
+        assert self.image_grad is not None
+        assert self.text_grad is not None
+        return {"image": self.image_grad, "text": self.text_grad}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,7 @@ class Heads:
         top: how many of an anchor's hardest negatives a streamed softmax is to read the share of; 0 reads none.
         by_rank: whether each rank has a softmax of its own rows only; such a softmax always has its cells.
         by_direction: whether a quantity needs each direction's own part of the logit gradient.
+        gradients: whether a quantity looks at the gradient of objectives that are not trained; without, only their values are formed.
     """
 
     objectives: dict[str, Objective]
@@ -100,6 +107,7 @@ class Heads:
     top: int = 0
     by_rank: bool = False
     by_direction: bool = True
+    gradients: bool = True
 
     def streams(self, width: int, device: torch.device) -> bool:
         """Whether a softmax of this width is streamed, so that heads have no cells."""
@@ -107,7 +115,8 @@ class Heads:
         return len(self.directions) == 2 and not own and kernel_for(width, self.kernel, device) == "streaming"
 
     def evaluate(self, name: str, embeddings: Embeddings, observed: Observed) -> Watched:
-        """An objective on copies of the embeddings: its loss and its gradients there. Touches no graph but its own."""
+        """An objective on copies of the embeddings: its loss and, if they are looked at, its gradients there. Touches no graph but its
+        own."""
         with torch.enable_grad():
             image, text, scale = (leaf(t) for t in (embeddings.image, embeddings.text, embeddings.scale))
             rows = (self._unit(image), self._unit(text))
@@ -117,9 +126,15 @@ class Heads:
             streamed = objective.streamed(*rows, scale, observed.margin_text, observed.groups, top=self.top)
             loss = streamed.loss.mean()
             mean = objective.margin_mean(rows[1].detach(), observed.margin_text, observed.groups)
+            if not self._wanted(name):
+                return replace(_watched(loss, None, [], streamed.anchors), margin_mean=mean)
             *by_rows, by_scale = torch.autograd.grad(loss, (image, text, scale))
         found = _watched(loss, None, [*map(completed, by_rows), by_scale], streamed.anchors)
         return replace(found, margin_mean=mean, zero_cells=streamed.zero_cells)
+
+    def _wanted(self, name: str) -> bool:
+        """Whether the gradients of an objective are."""
+        return self.gradients or name == self.trained
 
     def _dense(
         self, name: str, leaves: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], scale: Tensor, observed: Observed
@@ -128,9 +143,10 @@ class Heads:
         formed again."""
         image, text = (side.detach() for side in rows)
         scores = self.objectives[name].scores(image, text, scale.detach(), observed.margin_text, observed.excluded, observed.cosine)
+        if not self._wanted(name):
+            return replace(_watched(self._loss(scores), None, [], dense_anchors(scores, self.directions)), scores=scores)
         loss, parts = self._by_direction(scores)
-        logit_grad = sum(part if d == "i2t" else part.T.contiguous() for d, part in parts.items())  # a strided sum takes five times
-        assert isinstance(logit_grad, Tensor)
+        logit_grad = _added(parts)
         pulled = scores.scale * logit_grad
         at_rows = [pulled @ text, pulled.T @ image]
         if self.normalise:
@@ -140,6 +156,12 @@ class Heads:
         parts = parts if self.by_direction else {}
         found = _watched(loss, logit_grad, gradients, dense_anchors(scores, self.directions))
         return replace(found, scores=scores, direction_grads=parts)
+
+    def _loss(self, scores: Scores) -> Tensor:
+        """The batch-mean loss []."""
+        matrices = per_direction(scores.logits, self.directions).values()
+        rows = [LOSS_FORMS[self.loss_form](matrix.contiguous()) for matrix in matrices]
+        return (torch.stack(rows).sum(dim=0) / len(rows)).mean()
 
     def _by_direction(self, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
         """The batch-mean loss [], and what each direction adds to its gradient at the logits, [N, N] with anchors in rows."""
@@ -182,7 +204,8 @@ class Heads:
         """
         pairs: list[tuple[Tensor, Tensor]] = []
         if not replayed:
-            pairs += [(embeddings.image, watched.image_grad[rows]), (embeddings.text, watched.text_grad[rows])]
+            own = watched.at_rows()
+            pairs += [(embeddings.image, own["image"][rows]), (embeddings.text, own["text"][rows])]
         if watched.scale_grad is not None:
             pairs.append((embeddings.scale, watched.scale_grad))
         live = [(output, gradient.to(output.dtype)) for output, gradient in pairs if output.requires_grad]  # a frozen tower has none
@@ -203,7 +226,7 @@ class Heads:
         the direction there agrees, i.e. where nothing else is trained beside the objective. Of a softmax over all ranks, the gradient
         at this rank's rows is W times that of the average which ``.grad`` then holds.
         """
-        own = {"image": watched.image_grad, "text": watched.text_grad}
+        own = watched.at_rows()
         agreement, factor = agreement_and_factor(passed, {name: own[name][observed.rows] for name in passed})
         ranks = 1 if observed.candidates is None else world()
         return 1.0 / torch.where(agreement > SAME, factor / ranks, torch.ones_like(factor)).float()
@@ -237,16 +260,24 @@ class Heads:
 
 
 def _watched(loss: Tensor, logit_grad: Tensor | None, gradients: Sequence[Tensor], anchors: Anchors) -> Watched:
-    """``gradients``: at the image rows, the text rows and, unless it is left to the loop, the scale."""
+    """``gradients``: none, or at the image rows, the text rows and, unless it is left to the loop, the scale."""
     return Watched(
         scores=None,
         anchors=anchors,
         loss=loss.detach(),
         logit_grad=logit_grad,
-        image_grad=gradients[0],
-        text_grad=gradients[1],
+        image_grad=gradients[0] if gradients else None,
+        text_grad=gradients[1] if gradients else None,
         scale_grad=gradients[2] if len(gradients) > 2 else None,
     )
+
+
+def _added(parts: Mapping[str, Tensor]) -> Tensor:
+    """What the directions add to the gradient at the logits, [N, N] with images in rows."""
+    if "t2i" not in parts:
+        return parts["i2t"]
+    total = parts["t2i"].T.contiguous()  # a strided sum takes five times as long
+    return total.add_(parts["i2t"]) if "i2t" in parts else total
 
 
 def leaf(tensor: Tensor) -> Tensor:

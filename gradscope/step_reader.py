@@ -35,7 +35,7 @@ from gradscope.encoders.reach import plain_name
 from gradscope.heads import ROWS, Heads, Observed, Watched
 from gradscope.metrics.gradients import norm_over_ranks
 from gradscope.optim import trainable
-from gradscope.quantities import left_out_words, needs
+from gradscope.quantities import left_out_words, needs, needs_gradients
 from gradscope.quantities.gradient import tower_of
 from gradscope.types import STREAMED, Batch, Embeddings, Reading, Step, Term
 
@@ -216,6 +216,7 @@ class StepReader:
         """
         self._due, self._probed, self._ours = False, True, bool(terms)  # this is the measured batch, even if reading it fails
         self.heads.top, self.heads.by_direction = self.top, self.needs("direction_grads")
+        self.heads.gradients = any(map(needs_gradients, self.quantities.values()))
         alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
         try:
             known = self._known(embeddings, observed, alone)
@@ -382,11 +383,10 @@ class StepReader:
         """What the towers of this rank are replayed with. The scale has had its part."""
         if not self.dealt:
             return replace(watched, scale_grad=None)
-        each = len(watched.image_grad) // world()
+        grads = watched.at_rows()
+        each = len(grads["image"]) // world()
         own = slice(rank() * each, (rank() + 1) * each)
-        return replace(
-            watched, scale_grad=None, image_grad=world() * watched.image_grad[own], text_grad=world() * watched.text_grad[own]
-        )
+        return replace(watched, scale_grad=None, image_grad=world() * grads["image"][own], text_grad=world() * grads["text"][own])
 
     # ---- phases "step" and "update"
 

@@ -177,8 +177,8 @@ class Head:
     loss: Tensor  # [] fp32, batch mean over anchors and directions, as training computes it
     logit_grad: Tensor | None  # [N, N]
     direction_grads: Mapping[str, Tensor]  # "i2t"/"t2i" -> [N, N], anchors in rows: that direction's part of the logit gradient
-    image_grad: Tensor  # [N, D]
-    text_grad: Tensor  # [N, D]
+    image_grad: Tensor | None  # [N, D]; None of an objective that is not trained where all quantities are of the tier "loss"
+    text_grad: Tensor | None  # [N, D]
     param_grads: Sequence[Tensor | None] | None  # None: not measured (the probe's price tier leaves it out)
     param_factor: Tensor | float = 1.0  # what ``param_grads`` must still be multiplied by, so that ``.grad`` need not be copied
     margin_mean: Tensor | None = None  # [] of its margin over the negatives, where no cells are there to take it from

@@ -19,7 +19,7 @@ from gradscope.kernels import blocks
 from gradscope.kernels.cells import Cells, caption_mean, group_numbers, positive_pairs
 from gradscope.kernels.choice import dense_limit, kernel_for, kernel_words
 from gradscope.kernels.forward import forward_strip
-from gradscope.kernels.largest import Largest
+from gradscope.kernels.largest import Largest, places_of_largest
 from gradscope.kernels.stream import Streamed, stream
 from gradscope.metrics.softmax import log_odds, negative_log_shares, negatives
 from gradscope.objectives.hn import HN
@@ -438,7 +438,11 @@ def test_largest_is_topk(widths, count):
     found = Largest(count)
     for part in x.split(widths, dim=1):
         np.testing.assert_array_equal(found.add(part.contiguous()).numpy(), part.amax(dim=1).numpy())
-    np.testing.assert_array_equal(found.found().numpy(), x.topk(min(count, sum(widths)), dim=1).values.numpy())
+    expected = x.topk(min(count, sum(widths)), dim=1).values
+    np.testing.assert_array_equal(found.found().numpy(), expected.numpy())
+    places = places_of_largest(x, expected.shape[1])
+    np.testing.assert_array_equal(x.gather(1, places).numpy(), expected.numpy())
+    assert all(len(set(row)) == len(row) for row in places.tolist())
 
 
 def test_strips_add_up_to_the_whole(monkeypatch):

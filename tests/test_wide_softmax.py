@@ -94,6 +94,21 @@ def test_streamed_and_dense_readings_agree(objective: InfoNCE | HN, duplicates: 
     assert ("residual", "hn", "share_top5_by_push.i2t") in streamed
 
 
+@pytest.mark.parametrize("form", ["plain", "residual"])
+@pytest.mark.parametrize("kernel", ["dense", "streaming"])
+def test_the_set_loss_reads_the_same_without_the_other_gradient(kernel: str, form: str) -> None:
+    encoder, batch, found = Toy(), repeating(19, secrets.randbits(32)), []
+    framework = Clip(kernel=kernel, loss_form=form)
+    for name in ("default", "loss"):
+        reader = reader_of(framework, encoder)
+        reader.quantities = quantity_set(name)
+        found.append(look(reader, framework, encoder, batch))
+        assert reader.heads.gradients == (name == "default")
+    whole, alone = found
+    assert set(alone) == {key for key in whole if key[0] in quantity_set("loss") and key[:2] != ("hooks", "hn")}
+    assert all(alone[key] == whole[key] or alone[key] != alone[key] for key in alone)
+
+
 def test_what_needs_the_cells_is_left_out_said_once_and_stamped() -> None:
     encoder, framework = Toy(), Clip(kernel="streaming")
     reader = reader_of(framework, encoder)
@@ -311,7 +326,8 @@ def test_streaming_is_the_residual_form_and_a_contradiction_is_refused() -> None
 # ---- memory
 
 WIDE = """
-import resource, torch
+import torch
+from memory import mebibytes
 from toy import Toy, toy_batch, toy_reader
 from collections.abc import Callable
 from dataclasses import replace
@@ -333,15 +349,15 @@ def step(n, k):
 reader = toy_reader(Toy())
 reader.quantities = quantity_set("default")
 step(64, 1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = mebibytes("VmHWM")
 found = step(8192, 2)
 assert {row["quantity"] for row in found} >= {"loss", "captions", "gap", "residual", "saturation", "zeros", "hooks"}, found
 assert not any(row["key"] == "failed" for row in found), reader.failures
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(mebibytes("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts KiB on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_probed_step_at_width_8192_holds_no_matrix() -> None:
     done = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr

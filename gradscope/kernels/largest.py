@@ -1,4 +1,4 @@
-"""The K largest numbers of each row of a matrix that comes block by block and is not kept.
+"""The K largest numbers of each row of a matrix: which they are, or, where it comes block by block and is not kept, how large.
 
 The columns of a block are dealt into groups; the K largest numbers of a row lie in the K groups of largest maximum, first of each block
 and then of all blocks, so only the cells of those are kept and sorted. That is exact, also among equal numbers. On the CPU numpy sorts
@@ -26,21 +26,13 @@ class Largest:
 
     def add(self, x: Tensor) -> Tensor:
         """The next block [n, m] of the same rows. Returns its largest numbers by row, [n]."""
-        rows, width = x.shape
-        groups = width // _DEPTH
-        if x.device.type != "cpu" or width % _DEPTH or groups < 2 * self._count or not x.is_contiguous():
-            maxima = x.topk(min(self._count, width), dim=1, sorted=False).values
-            return self._keep(maxima, maxima[:, None])
-        dealt = x.view(rows, _DEPTH, groups)  # strided groups: their maxima are formed by whole vectors
-        maxima = dealt.amax(dim=1)
-        best = _places(maxima, self._count)
-        cells = dealt.gather(2, best[:, None].expand(rows, _DEPTH, self._count))
-        self._keep(maxima.gather(1, best), cells)
-        return maxima.amax(dim=1)
-
-    def _keep(self, maxima: Tensor, cells: Tensor) -> Tensor:
-        """Groups [n, k] and their cells [n, depth, k]."""
-        self._maxima.append(maxima)
+        if _can_be_dealt(x, self._count):
+            maxima, best, cells = _best_groups(x, self._count)
+            self._maxima.append(maxima.gather(1, best))
+        else:
+            maxima = x.topk(min(self._count, x.shape[1]), dim=1, sorted=False).values
+            cells = maxima[:, None]
+            self._maxima.append(maxima)
         self._cells.append(cells)
         return maxima.amax(dim=1)
 
@@ -51,6 +43,31 @@ class Largest:
         cells = torch.cat([F.pad(cells, (0, 0, 0, depth - cells.shape[1]), value=-torch.inf) for cells in self._cells], dim=2)
         chosen = cells.gather(2, best[:, None].expand(-1, depth, -1)).flatten(1)
         return _in_falling_order(chosen)[:, : self._count]
+
+
+def places_of_largest(x: Tensor, count: int) -> Tensor:
+    """The columns of the ``count`` <= m largest of each row of [n, m], largest first: int64 [n, count]."""
+    if not _can_be_dealt(x, count):
+        return x.topk(count, dim=1).indices
+    maxima, best, cells = _best_groups(x, count)
+    within = _places(cells.flatten(1), count)
+    order = cells.flatten(1).gather(1, within).argsort(dim=1, descending=True)
+    within = within.gather(1, order)
+    return within // count * maxima.shape[1] + best.gather(1, within % count)
+
+
+def _can_be_dealt(x: Tensor, count: int) -> bool:
+    """Whether the columns make groups, and enough of them to leave some out."""
+    width = x.shape[1]
+    return x.device.type == "cpu" and width % _DEPTH == 0 and width >= 2 * count * _DEPTH and x.is_contiguous()
+
+
+def _best_groups(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The maxima of all groups [n, groups], which are the ``count`` largest [n, count], and the cells of those [n, depth, count]."""
+    dealt = x.view(len(x), _DEPTH, -1)  # strided groups: their maxima are formed by whole vectors
+    maxima = dealt.amax(dim=1)
+    best = _places(maxima, count)
+    return maxima, best, dealt.gather(2, best[:, None].expand(-1, _DEPTH, -1))
 
 
 def _places(x: Tensor, count: int) -> Tensor:

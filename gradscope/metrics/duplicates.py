@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,7 +80,7 @@ def token_overlap(a: Tensor, a_words: Tensor, b: Tensor, b_words: Tensor) -> Ten
     """
     sets = [_distinct(a, a_words), _distinct(b, b_words)]
     sizes = [(ids >= 0).sum(dim=1) for ids in sets]
-    together = torch.cat(sets, dim=1).sort(dim=1).values  # an id of both sets now stands beside itself
+    together = _in_order(torch.cat(sets, dim=1))  # an id of both sets now stands beside itself
     shared = ((together[:, 1:] == together[:, :-1]) & (together[:, 1:] >= 0)).sum(dim=1)
     return shared.double() / (sizes[0] + sizes[1] - shared)
 
@@ -91,7 +92,12 @@ def above_positive(guide: Tensor, positive: Tensor, *, absolute: float = 0.0, re
 
 def _distinct(ids: Tensor, words: Tensor) -> Tensor:
     """Each row's ids once, the rest -1, in no order that matters."""
-    ordered = ids.masked_fill(~words, -1).sort(dim=1).values
+    ordered = _in_order(ids.masked_fill(~words, -1))
     again = torch.zeros_like(words)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
     return ordered.masked_fill(again, -1)
+
+
+def _in_order(ids: Tensor) -> Tensor:
+    """Sorted rows; on the CPU numpy sorts short ones in a tenth of torch's time."""
+    return torch.from_numpy(np.sort(ids.numpy(), axis=1)) if ids.device.type == "cpu" else ids.sort(dim=1).values

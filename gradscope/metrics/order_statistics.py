@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradscope.metrics import counting
 from gradscope.metrics.counting import counts_of
 
 _HALF = 16
@@ -26,9 +27,21 @@ def order_statistics(values: Tensor, ranks: Sequence[int]) -> Tensor:
     bits = values.float().contiguous().view(torch.int32)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # rises with the number
     upper = (keys >> _HALF) + _BINS // 2
-    lower = keys & (_BINS - 1)
     cumulative = counts_of(upper, _BINS).cumsum(0)
-    return torch.stack([_kth(upper, lower, cumulative, rank) for rank in ranks])
+    if counting.waits_for_nothing(keys):
+        found = torch.stack(_looked_up(upper, keys, cumulative, ranks))
+    else:
+        lower = keys & (_BINS - 1)
+        found = torch.stack([_kth(upper, lower, cumulative, rank) for rank in ranks])
+    return (found ^ ((found >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def _looked_up(upper: Tensor, keys: Tensor, cumulative: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+    """The keys at ``ranks``: the few of each bin that holds one are taken out and sorted, once per bin."""
+    places = torch.searchsorted(cumulative, torch.tensor(ranks), right=True).tolist()
+    bins = {place: keys[upper == place].sort().values for place in set(places)}
+    before = {place: int(cumulative[place]) - len(held) for place, held in bins.items()}
+    return [bins[place][rank - before[place]] for place, rank in zip(places, ranks, strict=True)]
 
 
 def _kth(upper: Tensor, lower: Tensor, cumulative: Tensor, rank: int) -> Tensor:
@@ -36,5 +49,4 @@ def _kth(upper: Tensor, lower: Tensor, cumulative: Tensor, rank: int) -> Tensor:
     before = torch.where(place > 0, cumulative.gather(0, (place - 1).clamp(min=0).view(1))[0], 0)
     within = counts_of(torch.where(upper == place, lower, _BINS).to(torch.int32), _BINS + 1)[:_BINS]
     rest = (within.cumsum(0) <= rank - before).sum()
-    key = ((place - _BINS // 2) * _BINS + rest).to(torch.int32)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return ((place - _BINS // 2) * _BINS + rest).to(torch.int32)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradscope.metrics.counting import waits_for_nothing
+from gradscope.metrics import counting
 from gradscope.types import DIRECTIONS, Anchors, Scores
 
 #: Cells of a strip: 2 MiB in float64.
@@ -127,7 +127,7 @@ def _shift(scale: Tensor, hardest: Mapping[str, Tensor]) -> float | None:
     That is so where every column's own largest lies at most ``_RANGE`` below it. Only the host can ask, so a GPU has a pass for each
     direction.
     """
-    if not waits_for_nothing(scale):
+    if not counting.waits_for_nothing(scale):
         return None
     rows, columns = (scale.double() * hardest[direction] for direction in DIRECTIONS)
     top, lowest = float(rows.max()), float(columns.masked_fill(columns == -math.inf, math.inf).min())

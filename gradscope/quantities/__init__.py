@@ -3,7 +3,8 @@
 A quantity is a frozen dataclass with two class variables beside its settings:
     phase    "batch" (after the measured batch's backward), "step" (after the last backward), "update" (after the optimizer's step)
     tier     the smallest named set that holds it; each set holds the smaller ones too
-                 loss       what the scores of the measured batch say; no pass over the parameters
+                 loss       what the scores of the measured batch say; no pass over the parameters, and no gradient of an objective
+                            that is not trained: alone, such quantities find None there
                  default    plus the captions, the zeros up to the embeddings, and one pass over the averaged gradient
                  full       everything: the full gradient by objective, the optimizer's state, the update, geometry
 and, where it needs more than that, ``needs``, of the closed list ``NEEDS``:
@@ -40,6 +41,11 @@ def quantity_set(name: str) -> dict[str, Any]:
 def needs(quantity: Any, what: str) -> bool:
     """Whether a quantity needs ``what``, one of ``NEEDS``."""
     return what in getattr(quantity, "needs", ())
+
+
+def needs_gradients(quantity: Any) -> bool:
+    """Whether a quantity may look at the gradient of an objective that is not trained: those of the tier "loss" do not."""
+    return getattr(quantity, "tier", "") != "loss" or needs(quantity, "param_grads") or needs(quantity, "direction_grads")
 
 
 def left_out_words(held: Mapping[str, Any], width: int) -> str:

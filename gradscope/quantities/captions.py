@@ -68,32 +68,44 @@ class _Seen:
 
 
 def _look(step: Step) -> _Seen:
-    """All pairs of captions in strips of rows; where the softmax is streamed they are never held together."""
+    """All pairs of captions, each once, in strips of rows; where the softmax is streamed they are never held together."""
     text, start = step.embeddings.text, step.initial_text
     known = None if step.heads["hn"].scores is None else remembered_cosines(text, step.memo)
     total = drift = torch.zeros((), dtype=torch.float64, device=text.device)
-    hardest, counts = [], torch.zeros(BINS + 1, dtype=torch.int64, device=text.device)
+    hardest = text.new_full((len(text),), -2.0)
+    counts = torch.zeros(BINS + 1, dtype=torch.int64, device=text.device)
     for rows in row_slices(len(text), len(text)):
-        cosines = text[rows] @ text.T if known is None else known[rows].clone()  # [n, N]
-        own = cosines.diagonal(rows.start)
-        own.fill_(0.0)
-        total = total + cosines.sum(dtype=torch.float64)
+        after = slice(rows.start, None)
+        cosines = text[rows] @ text[after].T if known is None else known[rows, after].clone()  # [n, N - start]
+        seen = _below(cosines)
+        total = total + 2 * _cleared(cosines, seen).sum(dtype=torch.float64)
         if start is not None:
-            moved = cosines - start[rows] @ start.T
-            moved.diagonal(rows.start).fill_(0.0)
-            drift = drift + moved.abs_().sum(dtype=torch.float64)
-        own.fill_(-2.0)
-        hardest.append(cosines.amax(dim=1))
-        counts += _counts(cosines[:, rows.start :])
+            moved = _cleared(cosines - start[rows] @ start[after].T, seen)
+            drift = drift + 2 * moved.abs_().sum(dtype=torch.float64)
+        _cleared(cosines, seen, -2.0)
+        hardest[rows] = torch.maximum(hardest[rows], cosines.amax(dim=1))
+        hardest[after] = torch.maximum(hardest[after], cosines.amax(dim=0))
+        counts += _counts(cosines, seen)
     pairs = len(text) * (len(text) - 1)
     mean = (total / pairs).to(text.dtype)
-    return _Seen(mean=mean, hardest=torch.cat(hardest), counts=counts[:BINS], drift=None if start is None else drift / pairs)
+    return _Seen(mean=mean, hardest=hardest, counts=counts[:BINS], drift=None if start is None else drift / pairs)
 
 
-def _counts(cosines: Tensor) -> Tensor:
-    """The pairs above the diagonal of a strip [n, M] that begins at it: counts [BINS + 1], what is nan in the last."""
-    places = cosines.sub(LOW).div_(HIGH - LOW).mul_(BINS).clamp_(0, BINS - 1)
-    places[:, : len(places)].masked_fill_(torch.ones_like(places[:, : len(places)], dtype=torch.bool).tril_(), math.nan)
+def _below(strip: Tensor) -> Tensor:
+    """Of a strip [n, m] that begins at the diagonal: which cells of its first n columns are no pair, or one that was seen."""
+    n = len(strip)
+    return torch.ones(n, n, dtype=torch.bool, device=strip.device).tril_()
+
+
+def _cleared(strip: Tensor, seen: Tensor, value: float = 0.0) -> Tensor:
+    """The strip, those cells overwritten."""
+    strip[:, : len(strip)].masked_fill_(seen, value)
+    return strip
+
+
+def _counts(strip: Tensor, seen: Tensor) -> Tensor:
+    """The pairs of a strip [n, m]: counts [BINS + 1], what is nan, or was seen, in the last."""
+    places = _cleared(strip.sub(LOW).div_(HIGH - LOW).mul_(BINS).clamp_(0, BINS - 1), seen, math.nan)
     return counts_of(places.nan_to_num_(nan=BINS).to(torch.uint8).flatten(), BINS + 1)
 
 

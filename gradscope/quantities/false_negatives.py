@@ -35,6 +35,7 @@ images at cosine 1 may be a collapsed tower. Where no negative is left, shares a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -59,6 +60,8 @@ SAME_IMAGE = 1 - 1e-6
 
 #: The masks that a guide makes, and that are counted.
 GUIDES = ("captions_", "pairs_")
+
+_LOG2_E = math.log2(math.e)  # exp2 takes a third of the time of exp in float64
 
 Values = dict[str, tuple[Tensor, str]]
 
@@ -236,11 +239,15 @@ class Chosen:
         ``logits`` [N, N] of this direction, -inf where excluded; ``log_odds`` [N] of its anchors.
         """
         norm = logits.diagonal().double() + F.softplus(log_odds, threshold=40.0) + largest  # [N]
-        total = torch.zeros(self._size, dtype=torch.float64, device=logits.device)
+        # Most cells have one and the same code: dealt into lanes, an addition need not wait for the one before.
+        lanes = min(8, 256 // self._size)
+        lane = (torch.arange(logits.shape[1], device=logits.device) % lanes * self._size).to(torch.uint8)
+        total = torch.zeros(lanes * self._size, dtype=torch.float64, device=logits.device)
         for rows in row_slices(*logits.shape):
-            cells = logits[rows].to(torch.float64, copy=True).sub_(norm[rows, None]).exp_()
+            cells = logits[rows].to(torch.float64, copy=True).sub_(norm[rows, None]).mul_(_LOG2_E).exp2_()
             cells.diagonal(rows.start).fill_(0.0)
-            total += sums_of(self.codes[rows].flatten(), cells.flatten(), self._size)
+            total += sums_of((self.codes[rows] + lane).flatten(), cells.flatten(), lanes * self._size)
+        total = total.view(lanes, self._size).sum(dim=0)
         return torch.cat([self._by_mask(total), total.sum().view(1)])
 
     @property

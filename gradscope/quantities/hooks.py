@@ -4,6 +4,7 @@
     factor       length of the projection of the one that passed by, in units of the other: 1; 1/k where the loop divides by its k
                  micro-batches; the number of ranks where a gather sends gradients back
 
+Of an objective that is not trained only where a quantity beyond the set "loss" is read: else its gradient is not formed.
 Units: cosine, ratio; float64. How to read: agreement below .999 says that the loop trains something else as well, or something else
 (another scale, a bias, a mask); a factor of 65536 is a loss scale that the probe was not told. How it can mislead: in a loop of ours
 without further terms the two are one by construction, and only the other objective's agreement says anything: how far the two pull
@@ -31,6 +32,8 @@ class Hooks:
             return []
         readings = []
         for name, head in step.heads.items():
+            if head.image_grad is None or head.text_grad is None:
+                continue
             own = {"image": head.image_grad, "text": head.text_grad}
             agreement, factor = agreement_and_factor(step.passed, {tower: own[tower][step.rows] for tower in step.passed})
             readings += [

@@ -53,7 +53,8 @@ class Zeros:
                 values |= _logits(head, head.scores, head.logit_grad)
             elif head.zero_cells is not None:
                 values |= _streamed(step, head, head.zero_cells)
-            values |= _matrix("embeddings", head.image_grad, head.text_grad)
+            if head.image_grad is not None and head.text_grad is not None:
+                values |= _matrix("embeddings", head.image_grad, head.text_grad)
             if head.param_grads is not None:
                 values |= _parameters(step, head)
             readings += [
