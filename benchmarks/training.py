@@ -1,7 +1,7 @@
 """How many pictures a second are trained on: this trainer with its probe on, beside open_clip's ``train_one_epoch`` without any.
 
     python benchmarks/training.py --output runs/training                      # tiny, batch 16
-    python benchmarks/training.py --output runs/training-vit --model ViT-B-32 --batch 8 --steps 4 --warm 1 --rounds 3
+    python benchmarks/training.py --output runs/training-vit --model ViT-B-32 --batch 8 --steps 4 --warm 1 --rounds 3 --only training
 
 Photo-like JPEGs with captions are made on the fly; all arms train the same weights on them, in the same batch size, precision and
 number of threads, InfoNCE and AdamW. Each arm's turn is a run of its own, from a copy of the weights on; its first steps are left out,

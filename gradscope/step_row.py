@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,59 +17,70 @@ from gradscope.metrics.duplicates import group_sizes
 from gradscope.types import Batch, Term
 
 
+@dataclass
+class Softmaxes:
+    """What the softmaxes of one step came to, an entry each: one of a micro-batch, or the one of a cached step."""
+
+    losses: list[Tensor] = field(default_factory=list)  # [] each
+    by_term: list[Tensor] = field(default_factory=list)  # [terms] each: the means over the anchors
+    excluded: list[Tensor] = field(default_factory=list)  # [N] each, with --duplicates exclude
+    terms: tuple[str, ...] = ()
+
+    def add(self, total: Tensor, terms: Sequence[Term]) -> None:
+        """``total``: the loss that was propagated."""
+        self.losses.append(total.detach())
+        self.by_term.append(torch.stack([term.loss.detach().mean() for term in terms]))
+        self.terms = tuple(term.name for term in terms)
+        excluded = _excluded_by_anchor(terms[0])
+        if excluded is not None:
+            self.excluded.append(excluded)
+
+    def numbers(self) -> Tensor:
+        """[1 + terms]: the loss and its terms, means over the softmaxes."""
+        return torch.cat([torch.stack(self.losses).mean()[None], torch.stack(self.by_term).mean(dim=0)])
+
+    def left_out(self) -> dict[str, int]:
+        """With --duplicates exclude: how many pairs of captions were no negatives of each other, and how many anchors had none."""
+        if not self.excluded:
+            return {}
+        of_anchor = torch.stack(self.excluded)  # [softmaxes, N]
+        pairs, alone = torch.stack([of_anchor.sum() // 2, (of_anchor == of_anchor.shape[1] - 1).sum()]).tolist()
+        return {"duplicates_excluded": pairs, "anchors_without_negatives": alone}
+
+
 def step_row(
     step: int,
-    epoch: int,
     batches: Batches,
-    losses: Sequence[Tensor],
-    parts: Sequence[Tensor],
-    terms: Sequence[Term],
+    softmaxes: Softmaxes,
     encoder: DualEncoder,
     norm: Tensor,
     optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[Batch],
+    everyone: Sequence[Batch],
 ) -> dict[str, Any]:
-    """One host transfer: the loss and its terms are means over the micro-batches."""
-    scale = encoder.scale().detach()
-    by_term = torch.stack(list(parts)).mean(dim=0)  # [terms]
-    numbers = torch.cat([torch.stack([torch.stack(list(losses)).mean(), scale, norm]), by_term])
-    loss, scale_value, grad_norm, *means = numbers.double().tolist()
-    context = micro_batches[0].texts["full"].shape[1]
+    """One host transfer, and one more where captions were left out. ``everyone``: the micro-batches of all ranks."""
+    numbers = torch.cat([torch.stack([encoder.scale().detach(), norm]), softmaxes.numbers()])
+    scale, grad_norm, loss, *by_term = numbers.double().tolist()
+    context = everyone[0].texts["full"].shape[1]
     return {
         "step": step,
         "samples": step * batches.per_step,
-        "epoch": epoch,
+        "epoch": batches.epoch_of(step),
         "loss": loss,
-        **{f"loss_{term.name}": value for term, value in zip(terms, means, strict=True)},
-        "scale": scale_value,
+        **{f"loss_{name}": value for name, value in zip(softmaxes.terms, by_term, strict=True)},
+        "scale": scale,
         "lr": optimizer.param_groups[0]["lr"],
         "grad_norm": grad_norm,
-        "truncated": sum(int((batch.lengths > context).sum()) for batch in micro_batches),
+        "truncated": sum(int((batch.lengths > context).sum()) for batch in everyone),
         "peak_mem": _peak_memory(encoder.device),
+        **softmaxes.left_out(),
     }
 
 
-def term_losses(terms: Sequence[Term]) -> Tensor:
-    """[terms]: the mean of each over its anchors."""
-    return torch.stack([term.loss.detach().mean() for term in terms])
-
-
-def excluded_by_anchor(terms: Sequence[Term]) -> Tensor | None:
+def _excluded_by_anchor(term: Term) -> Tensor | None:
     """Of each anchor of a softmax, how many other captions were no negatives: int64 [N]."""
-    scores, groups = terms[0].scores, terms[0].groups
-    if groups is not None:
-        return group_sizes(groups) - 1
-    return None if scores is None or scores.excluded is None else scores.excluded.sum(dim=1)
-
-
-def left_out(excluded: Sequence[Tensor | None]) -> dict[str, int]:
-    """With --duplicates exclude: how many pairs of captions were no negatives of each other, and how many anchors had no negative."""
-    counts = [count for count in excluded if count is not None]
-    if not counts:
-        return {}
-    of_anchor = torch.stack(counts)  # [softmaxes, N]
-    pairs, alone = torch.stack([of_anchor.sum() // 2, (of_anchor == of_anchor.shape[1] - 1).sum()]).tolist()
-    return {"duplicates_excluded": pairs, "anchors_without_negatives": alone}
+    if term.groups is not None:
+        return group_sizes(term.groups) - 1
+    return None if term.scores is None or term.scores.excluded is None else term.scores.excluded.sum(dim=1)
 
 
 def _peak_memory(device: torch.device) -> float:

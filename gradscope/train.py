@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,13 +36,10 @@ from gradscope.encoders.freeze import checkpoint_activations, freeze
 from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.encoders.speed import speed_up
 from gradscope.evaluate import evaluate
-from gradscope.fixed_captions import FixedCaptions, fixed_captions
-from gradscope.frameworks.clip import total_loss
-from gradscope.joining import joined_embeddings
+from gradscope.fixed_captions import fixed_captions
 from gradscope.launch import STOPPED, told_to_stop
 from gradscope.metrics.duplicates import repeats
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
-from gradscope.parallel import Replica
 from gradscope.paths import shown_name
 from gradscope.provenance import provenance
 from gradscope.recipe import Recipe
@@ -51,11 +48,12 @@ from gradscope.runlog import Run, RunLog, checkpoint_step
 from gradscope.silent_log import SilentLog
 from gradscope.sinks import require as require_sinks
 from gradscope.sinks.feed import open_feeds
+from gradscope.step_pass import Embed, StepPass
 from gradscope.step_reader import StepReader
-from gradscope.step_row import excluded_by_anchor, left_out, step_row, term_losses
+from gradscope.step_row import step_row
 from gradscope.train_display import display, header, ranks_words, resumed_words
 from gradscope.training_data import keep_items, training_data
-from gradscope.types import Batch, Embeddings, Record, Term
+from gradscope.types import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,63 +180,45 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         if first == 1:
             best = _validate(encoder, data.validation, recipe, log, read, step=0, epoch=0, best=best)
 
-        embed = _Embed(encoder, framework.needs_tokens, settings.precision, towers)
         show = stack.enter_context(display(total_steps, first, quiet, log.path if reader else None))
         encoder.train()
-        still = cached.still_towers(encoder)
+        step_pass = StepPass(
+            embed=Embed(towers=towers, precision=settings.precision, tokens=framework.needs_tokens),
+            framework=framework,
+            fixed=fixed,
+            reader=reader,
+            scaler=scaler,
+            still=cached.still_towers(encoder),
+        )
+        wide = settings.accumulate_mode == "cached"
         loss_scale = scaler.get_scale()
         ended = time.perf_counter()
         for step, micro_batches in enumerate(batches.steps(first, total_steps, read), first):
             start = time.perf_counter()
-            epoch = batches.epoch_of(step)
             set_rate(optimizer, rate(step, total_steps, settings.warmup, settings.lr))
             optimizer.zero_grad(set_to_none=True)
             if reader:
                 reader.begin(step, (step - 1) * batches.per_step)
-            losses: list[Tensor] = []  # of each micro-batch (cached: of the one wide batch)
-            parts: list[Tensor] = []  # [terms] each
-            excluded: list[Tensor | None] = []  # [N] of each softmax
-            wide = settings.accumulate_mode == "cached"
             everyone = batches.of_all_ranks(step, micro_batches, wide=wide)  # the rows that each softmax is over
             if wide:
-                whole = cached.joined(everyone)
-                token_scale = None if encoder.token_log_scale is None else encoder.token_log_scale.float().exp()
-                passed = cached.first_pass(embed, micro_batches, encoder.scale(), token_scale, towers.quiet, still)
-                embeddings = joined_embeddings(passed.embeddings)
-                terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"], top=_top(reader))
-                total = total_loss(terms)
-                with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=True):
-                    scaler.scale(total).backward()
-                    drift = passed.replay(reader.replaying if reader else None)
+                softmaxes, drift = step_pass.cached(micro_batches, everyone)
                 if step == first:
                     cached.check_drift(encoder, drift, settings.precision)
-                losses.append(total.detach())
-                parts.append(term_losses(terms))
-                excluded.append(excluded_by_anchor(terms))
             else:
-                for batch, whole in zip(micro_batches, everyone, strict=True):
-                    with nullcontext() if batch is micro_batches[-1] else towers.quiet():
-                        embeddings = joined_embeddings(embed(batch))
-                        terms = framework(embeddings, fixed.margin_text(whole), whole.texts["full"], top=_top(reader))
-                        total = total_loss(terms)
-                        with _watching(reader, whole, embeddings, terms, fixed, scaler, replayed=False):
-                            scaler.scale(total).backward()
-                    losses.append(total.detach())
-                    parts.append(term_losses(terms))
-                    excluded.append(excluded_by_anchor(terms))
+                softmaxes = step_pass.narrow(micro_batches, everyone)
             towers.settle()
             scaler.unscale_(optimizer)
             if step == first:
                 _say_untouched(encoder, step, say)
             parameters = list(trainable(encoder).values())
-            _average(parameters, len(losses))
+            _average(parameters, len(softmaxes.losses))
             if reader:
-                reader.accumulated(losses)
+                reader.accumulated(softmaxes.losses)
             norm = parallel.gradient_norm(parameters)
             if settings.grad_clip > 0:
                 parallel.clip(parameters, settings.grad_clip, norm)
-            row = step_row(step, epoch, batches, losses, parts, terms, encoder, norm, optimizer, everyone)
-            row |= {"negatives_per_anchor": recipe.negatives_per_anchor, **left_out(excluded)}
+            row = step_row(step, batches, softmaxes, encoder, norm, optimizer, everyone)
+            row["negatives_per_anchor"] = recipe.negatives_per_anchor
             if not math.isfinite(row["loss"]):
                 _stop(row, reader, encoder, log)
             scaler.step(optimizer)
@@ -275,7 +255,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             if to_save:
                 _refuse_broken_weights(step, encoder, log)
             if end_of_epoch:
-                best = _validate(encoder, data.validation, recipe, log, read, step=step, epoch=epoch, best=best)
+                best = _validate(encoder, data.validation, recipe, log, read, step=step, epoch=batches.epoch_of(step), best=best)
             if to_save:
                 checkpoint.save(log.checkpoint_dir(step), encoder, optimizer, scaler)
                 log.mark_best(best.step, best.recall)
@@ -320,50 +300,6 @@ def _open_run(stack: ExitStack, recipe: Recipe, output: Path, resume: bool, fact
 
 
 # ---- inside the step
-
-
-class _Embed:
-    """The towers under the chosen precision; embeddings are fp32."""
-
-    def __init__(self, encoder: DualEncoder, tokens: bool, precision: str, towers: Replica | None = None) -> None:
-        self.encoder, self.tokens, self.towers = encoder, tokens, towers or Replica(encoder=encoder)
-        self.dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
-    def __call__(self, batch: Batch, known: Mapping[str, Tensor] = {}) -> Embeddings:
-        context = torch.autocast(self.encoder.device.type, self.dtype) if self.dtype else nullcontext()
-        with context:
-            return self.towers.embed(batch, tokens=self.tokens, known=known)
-
-
-@contextmanager
-def _watching(
-    reader: StepReader | None,
-    batch: Batch,
-    embeddings: Embeddings,
-    terms: Sequence[Term],
-    fixed: FixedCaptions,
-    scaler: torch.amp.GradScaler,
-    *,
-    replayed: bool,
-) -> Iterator[None]:
-    if reader is None or not reader.due:
-        yield
-        return
-    with reader.watching(
-        batch,
-        embeddings,
-        terms,
-        initial_text=fixed.initial_text(batch),
-        margin_text=fixed.margin_text(batch),
-        loss_scale=scaler.get_scale(),
-        replayed=replayed,
-    ):
-        yield
-
-
-def _top(reader: StepReader | None) -> int:
-    """Of how many hardest negatives a streamed softmax is to read the share: only where the reader looks."""
-    return reader.top if reader and reader.due else 0
 
 
 def _say_untouched(encoder: DualEncoder, step: int, say: Callable[[str], None]) -> None:

@@ -25,9 +25,11 @@ from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import trainable
+from gradscope.parallel import Replica
 from gradscope.recipe import resolve
 from gradscope.runlog import Run
-from gradscope.train import _Embed, train
+from gradscope.step_pass import Embed
+from gradscope.train import train
 from gradscope.types import Batch, Embeddings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,7 +59,7 @@ def cached_gradient(encoder, framework, batches, embed=None, factor=1.0, quiet=N
     """As the loop does it; also how far the replay drifted."""
     encoder.zero_grad(set_to_none=True)
     token_scale = encoder.token_log_scale.exp() if framework.needs_tokens else None
-    embed = embed or _Embed(encoder, framework.needs_tokens, "fp32")
+    embed = embed or Embed(towers=Replica(encoder=encoder), precision="fp32", tokens=framework.needs_tokens)
     passed = cached.first_pass(embed, batches, encoder.scale(), token_scale, **({"quiet": quiet} if quiet else {}), still=still)
     total = total_loss(framework(passed.embeddings))
     (total * factor).backward()
@@ -316,7 +318,7 @@ def test_half_precision_equals_its_own_pieces(scenes_folder, small_encoder, prec
     encoder = load_encoder(str(small_encoder)).train()
     seed = secrets.randbits(32)
     batches = micro_batches(encoder, scenes_folder, 3, 6, seed)
-    embed = _Embed(encoder, False, precision)
+    embed = Embed(towers=Replica(encoder=encoder), precision=precision)
     factor = 1024.0 if precision == "fp16" else 1.0
     encoder.zero_grad(set_to_none=True)
     (total_loss(Clip()(held_together(embed, batches))) * factor).backward()

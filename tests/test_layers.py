@@ -50,6 +50,7 @@ LAYERS = {
     4: [
         "train",
         "assembly",
+        "step_pass",
         "step_row",
         "probe",
         "train_display",

@@ -26,10 +26,12 @@ from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.optim import rate, trainable
+from gradscope.parallel import Replica
 from gradscope.recipe import Recipe, resolve
 from gradscope.run_tables import comparable
 from gradscope.runlog import Run
-from gradscope.train import _Embed, train
+from gradscope.step_pass import Embed
+from gradscope.train import train
 from gradscope.types import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -292,7 +294,7 @@ def test_a_saturated_gradient_survives_half_precision_towers(scenes_folder):
         )
         encoder.zero_grad(set_to_none=True)
         reader.begin(1, 0)
-        embeddings = _Embed(encoder, False, precision)(batch)
+        embeddings = Embed(towers=Replica(encoder=encoder), precision=precision)(batch)
         terms = Clip(objective=HN(gamma=0.25))(embeddings)
         with reader.watching(batch, embeddings, terms, loss_scale=loss_scale):
             (total_loss(terms) * loss_scale).backward()

@@ -83,6 +83,10 @@ class DualEncoder(nn.Module):
         """exp(log_scale), [] fp32, with gradient."""
         return self.model.logit_scale.float().exp().squeeze()
 
+    def token_scale(self) -> Tensor | None:
+        """Likewise that of the token term, if there is one."""
+        return None if self.token_log_scale is None else self.token_log_scale.float().exp()
+
     def clamp_scale(self, largest: float) -> None:
         """Bounds the scale after an update, as CLIP does (``largest`` 100)."""
         with torch.no_grad():
@@ -149,7 +153,7 @@ class DualEncoder(nn.Module):
             rows["image"], rows["image_tokens"] = map(_unit, self.embed_patches(pixels))
         if "text" not in known:
             rows["text"], rows["text_tokens"] = map(_unit, self.embed_words(ids))
-        token_scale = self.token_log_scale.float().exp()
+        token_scale = self.token_scale()
         return Embeddings(**rows, scale=self.scale(), text_valid=self.text_valid(ids), token_scale=token_scale)
 
     def embed_patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
