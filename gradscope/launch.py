@@ -63,6 +63,21 @@ class _Stopped(BaseException):
     """SIGTERM arrived. No diagnostic may take it for a failure of its own."""
 
 
+def wrong_environment() -> str:
+    """What is wrong with the variables that a launcher sets, "" where nothing is. Asked first of all: the rest relies on them."""
+    found = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT") if name in os.environ}
+    for name, value in found.items():
+        if not value.isascii() or not value.isdigit():
+            return f"{name} is '{value}' and must be a whole number; start the processes with torchrun, which sets it, or unset it"
+    size, rank = int(found.get("WORLD_SIZE", "1")), int(found.get("RANK", "0"))
+    if size > 1 and rank >= size:
+        return f"RANK is {rank}, and the {size} processes of WORLD_SIZE count from 0 to {size - 1}; give each a number of its own"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if size > 1 and "RANK" in found and missing:
+        return f"{' and '.join(missing)} must say where the {size} processes meet; start them with torchrun, or set what is missing"
+    return ""
+
+
 def together() -> bool:
     """Whether this process was started as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
@@ -171,10 +186,19 @@ def _met(rank: int, size: int) -> Any:
 
     try:
         store = dist.PrefixStore("gradscope", _meeting_place())
-        store.set(f"here/{rank}", "")
-        store.wait([f"here/{other}" for other in range(size)], MEETING)
+        if store.add(f"of/{rank}", 1) > 1:
+            raise ValueError(f"two processes of this run have the RANK {rank}; give each a number of its own")
+        store.set(f"here/{rank}", str(size))
+        for other in range(size):
+            if (told := store.get(f"here/{other}").decode()) != str(size):  # get waits
+                raise ValueError(f"WORLD_SIZE is {size} in process {rank} and {told} in process {other}; give all the same")
     except dist.DistError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"another program, or a second process of RANK 0, listens at {place}, where the processes of this run are to meet; set MASTER_PORT to a free port "
+                "(torchrun on one node finds one with --standalone)"
+            ) from error
         raise ValueError(
             f"the {size} processes of this run did not meet at {place} within {MEETING.total_seconds() / 60:g} minutes: one has ended "
             "(look for its reason above or in the other nodes' output) or was not started, or this address cannot be reached from its "

@@ -232,6 +232,40 @@ def test_what_is_raised_while_a_stop_unwinds_is_no_other_reason(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"RANK": "x"}, "RANK is 'x' and must be a whole number"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is '' and must be a whole number"),
+        ({"RANK": "2"}, "RANK is 2, and the 2 processes of WORLD_SIZE count from 0 to 1"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR must say where the 2 processes meet"),
+        ({}, ""),
+        ({"RANK": None, "MASTER_ADDR": None, "MASTER_PORT": None}, ""),  # one process, whatever else is set
+    ],
+)
+def test_a_wrong_environment_is_said_before_anyone_waits(monkeypatch, capsys, wrong, message):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **wrong}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    assert launch.wrong_environment().startswith(message)
+    if not message:
+        assert launch.wrong_environment() == ""
+        return
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith(f"gradscope: {message}")
+
+
+def test_processes_of_different_minds_do_not_wait_for_each_other(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(launch, "_meeting_place", lambda: store)
+    first = torch.distributed.PrefixStore("gradscope", store)
+    first.set("here/0", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 3 in process 1 and 2 in process 0; give all the same"):
+        launch._met(1, 3)
+    with pytest.raises(ValueError, match="two processes of this run have the RANK 1"):
+        launch._met(1, 2)
+
+
 def test_torchrun_trains_a_locked_tower_with_checkpointing(torchrun):
     """D05: an unfinished reduction would show at the second step."""
     started, folder = torchrun

@@ -27,7 +27,7 @@ from gradscope.cli.train import train
 from gradscope.cli.watch import watch
 from gradscope.cli.what_if import what_if
 from gradscope.cli.zeros import zeros
-from gradscope.launch import Lost, leave_word, only_first_speaks, speak_up, together
+from gradscope.launch import Lost, leave_word, only_first_speaks, speak_up, together, wrong_environment
 
 #: What typer finds wrong with a command line: the parent of all such errors, which it does not export itself.
 UsageError: Any = typer.BadParameter.__base__
@@ -93,6 +93,10 @@ def main() -> None:
 
     Of several processes one speaks.
     """
+    wrong = wrong_environment()
+    if wrong:
+        _print(wrong)
+        sys.exit(2)
     only_first_speaks()
     try:
         _refuse_several(sys.argv[1:])
@@ -125,11 +129,15 @@ def _refuse_several(words: list[str]) -> None:
 
 
 def _say(line: str, *, lost: bool = False) -> None:
+    if speak_up(lost=lost):
+        _print(line)
+        leave_word(f"gradscope: {line}")
+
+
+def _print(line: str) -> None:
     from gradscope.console import console
 
-    if speak_up(lost=lost):
-        console.print(f"gradscope: {line}", soft_wrap=True)
-        leave_word(f"gradscope: {line}")
+    console.print(f"gradscope: {line}", soft_wrap=True)
 
 
 def _say_usage(error: Any) -> None:
