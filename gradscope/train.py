@@ -34,7 +34,7 @@ from gradscope.distributed import first_rank_first, is_sharded, local, rank, sha
 from gradscope.encoders.dual import DualEncoder
 from gradscope.encoders.freeze import checkpoint_activations, freeze
 from gradscope.encoders.load import load_encoder, resolve_device
-from gradscope.encoders.speed import speed_up
+from gradscope.encoders.speed import Compilations, speed_up
 from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import fixed_captions
 from gradscope.launch import STOPPED, told_to_stop
@@ -191,6 +191,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             still=cached.still_towers(encoder),
         )
         wide = settings.accumulate_mode == "cached"
+        compilations = Compilations() if settings.compile else None
         loss_scale = scaler.get_scale()
         ended = time.perf_counter()
         for step, micro_batches in enumerate(batches.steps(first, total_steps, read), first):
@@ -250,6 +251,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                         say(f"step {step}: from here on every {cost['value']} steps are probed, to keep within {recipe.probe.budget}")
             log.write_steps([row])
             show(step, row)
+            if compilations and (compiled := compilations.words(step, row["seconds"], first=step == first)):
+                say(compiled)
             end_of_epoch = step % batches.steps_per_epoch == 0 or step == total_steps
             to_save = end_of_epoch or (settings.checkpoint_every and step % settings.checkpoint_every == 0)
             if to_save:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradscope import checkpoint, optim
 from gradscope.encoders import speed
+from gradscope.encoders.freeze import freeze
 from gradscope.encoders.load import load_encoder
 from gradscope.recipe import Train, resolve
 from gradscope.run_tables import comparable
@@ -70,6 +71,13 @@ def assert_same_to_rounding(a: Path, b: Path, tolerance: float = 1e-3) -> None:
     for key in one:
         if key[0] == 1 and key[1] in ("loss", "gap", "residual") and isinstance(one[key], float):
             assert two[key] == pytest.approx(one[key], rel=tolerance, abs=tolerance / 100), key
+
+
+def assert_only_the_first_step_compiled(run: Path) -> None:
+    """Or none did, where an earlier test of this process had the same shapes."""
+    said = [line for line in (run / "console.log").read_text().splitlines() if " compiled " in line and "took" in line]
+    assert all(line.startswith("step 1 compiled ") for line in said)
+    assert len(said) <= 1
 
 
 @pytest.mark.parametrize("shape", [(7,), (33, 17), (4, 3, 2, 2), (130, 1000)])
@@ -160,6 +168,7 @@ def test_compiled_towers_are_the_same_to_rounding(settings, tmp_path, arm):
         train(resolve({}, {**settings, **changes, "train.compile": compiled}), tmp_path / name, quiet=True)
     assert "1 of the image tower" in (tmp_path / "compiled" / "console.log").read_text()
     assert "compiled" in Run(tmp_path / "compiled").provenance["faster"]
+    assert_only_the_first_step_compiled(tmp_path / "compiled")
     assert_same_to_rounding(tmp_path / "eager", tmp_path / "compiled", 2e-2 if arm == "bf16" else 1e-3)
 
 
@@ -187,6 +196,31 @@ def test_blocks_of_one_shape_are_compiled_once(make_encoder):
         assert torch.equal(encoder.embed_image(pixels), plain.eval().embed_image(pixels)), "evaluation is uncompiled"
 
 
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_step_that_compiles_again_is_noticed(make_encoder):
+    encoder = load_encoder(str(make_encoder()))
+    speed.speed_up(encoder, compiled=True, channels=False)
+    encoder.train()
+    torch._dynamo.reset()
+    watch = speed.Compilations()
+    found = []
+    for step, width in enumerate((4, 4, 3, 3), start=1):
+        encoder.embed_image(torch.randn(width, 3, 16, 16))
+        found.append(watch.words(step, 1.25, first=step == 1))
+    assert found[0] == "step 1 compiled 1 graph and took 1.2 s; a later run of the same shapes finds them in torch's cache"
+    assert found[2].startswith("note: step 3 compiled 1 graph and took 1.2 s: a shape or a mode changed since the first step")
+    assert found[1] == found[3] == ""
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_what_is_frozen_and_rests_is_not_compiled(make_encoder):
+    encoder = load_encoder(str(make_encoder()))
+    freeze(encoder, "image")
+    assert speed.speed_up(encoder, compiled=True, channels=False) == [
+        "blocks that are compiled at the first step, which can take minutes: 1 of the text tower"
+    ]
+
+
 @pytest.mark.slow
 def test_the_real_compiler(settings, tmp_path):
     """One tower: its C++ takes the compiler ten seconds."""
@@ -203,6 +237,14 @@ def test_without_a_compiler_it_is_refused(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
     with pytest.raises(ValueError, match=r"train\.compile needs a C\+\+ compiler"):
         train(resolve({}, {**settings, "train.compile": True}), tmp_path / "run", quiet=True)
+
+
+def test_on_a_gpu_without_triton_it_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    with pytest.raises(ValueError, match=r"train\.compile needs Triton on cuda and found none"):
+        speed._check_compiler(torch.device("cuda"))
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    speed._check_compiler(torch.device("cuda"))
 
 
 def test_channels_last_is_the_same_to_rounding(settings, tmp_path):
