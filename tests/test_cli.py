@@ -300,6 +300,7 @@ def test_geometry_of_a_handful_of_captions(cli, tmp_path):
     assert "fewer than 16 captions: nothing to say of random batches, and no width curve" in out
     assert out.count("100%") == 6
     assert [path.stem for path in (tmp_path / "runs" / "geometry").glob("*.pdf")] == ["figure1"]
+    refused(cli("figure", "width", "runs/geometry/same"), "begins at 16 captions", "same has fewer")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ def test_geometry_of_a_handful_of_captions(cli, tmp_path):
         (0.0997, "10.0%"),
         (0.0312, "3.1%"),
         (4e-5, "0.004%"),
-        (1e-7, "1e-05%"),
+        (1e-7, "0.00001%"),
     ],
 )
 def test_shares_in_words(share, words):

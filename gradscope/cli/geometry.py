@@ -150,21 +150,21 @@ def _summary(found: list[CaptionGeometry]) -> Table:
 
 
 def _share(share: float) -> str:
-    """Two digits of a small share; 100% only where it is all."""
+    """Two digits of a small share, written out; 100% only where it is all."""
+    from decimal import Decimal
+
     percent = 100 * share
     if percent == 0 or percent == 100:
         return f"{percent:.0f}%"
-    return f"{min(percent, 99.9):.1f}%" if percent >= 9.95 else f"{percent:.2g}%"
+    return f"{min(percent, 99.9):.1f}%" if percent >= 9.95 else f"{Decimal(f'{percent:.2g}'):f}%"
 
 
 def _print_widths(found: list[CaptionGeometry]) -> None:
     from gradscope.console import out
 
     curve = found[0].width_curve
-    if all(g.n < min(curve.widths) for g in found):
-        out.print(
-            f"\nNo batch of {min(curve.widths)} can be drawn from so few captions: nothing to say of random batches.", soft_wrap=True
-        )
+    if not _has_widths(found):
+        out.print(f"\nfewer than {min(curve.widths)} captions: nothing to say of random batches, and no width curve", soft_wrap=True)
         return
     out.print(f"\nIn a random batch: expected hardest cosine | chance of a neighbour >= {curve.near:g}", soft_wrap=True)
     out.print(_widths(found))

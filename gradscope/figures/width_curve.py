@@ -26,7 +26,7 @@ def width_curve(geometries: list[CaptionGeometry]) -> tuple[Figure, DataFrame]:
     """The figure, and the frame drawn: data, encoder, n, width, expected_hardest, standard_error, near_chance (nan: width > N).
 
     Raises:
-        ValueError: no geometry was given.
+        ValueError: no geometry was given, or none of as many captions as the smallest width.
     """
     import pandas as pd
 
@@ -34,6 +34,10 @@ def width_curve(geometries: list[CaptionGeometry]) -> tuple[Figure, DataFrame]:
         raise ValueError("the width curve needs at least one geometry; make one with `gradscope caption-geometry DATA`.")
     names = labels(geometries)
     frame = pd.concat([_curve(g, name) for g, name in zip(geometries, names, strict=True)], ignore_index=True)
+    if frame["expected_hardest"].isna().all():
+        raise ValueError(
+            f"the width curve begins at {frame['width'].min()} captions, {', '.join(names)} has fewer; give a larger data set."
+        )
     colours = data_colours(names)
     near = geometries[0].width_curve.near
     with paper_style():
