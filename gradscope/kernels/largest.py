@@ -75,14 +75,17 @@ def _places(x: Tensor, count: int) -> Tensor:
     if x.device.type != "cpu":
         return x.topk(count, dim=1, sorted=False).indices
     numbers, first = x.numpy(), x.shape[1] - count
-    chosen = ~(x < torch.from_numpy(np.sort(numbers, axis=1)[:, first, None]))  # so a nan is chosen
-    unclear = np.flatnonzero((chosen.sum(dim=1) != count).numpy())  # equal numbers at the edge, or too many nan
-    marks = chosen.numpy()
-    if len(unclear):
-        marks[unclear] = False
-        marks[unclear[:, None], np.argpartition(numbers[unclear], first, axis=1)[:, first:]] = True
-    places = np.flatnonzero(marks).reshape(len(x), count)
-    return torch.from_numpy(places - np.arange(0, x.numel(), x.shape[1])[:, None])
+    chosen = (~(x < torch.from_numpy(np.sort(numbers, axis=1)[:, first, None]))).numpy()  # so a nan is chosen
+    found = np.flatnonzero(chosen)
+    starts = np.arange(0, x.numel(), x.shape[1])[:, None]
+    if len(found) == len(x) * count:
+        places = found.reshape(len(x), count) - starts
+        if places.min() >= 0 and places.max() < x.shape[1]:  # each row has its own
+            return torch.from_numpy(places)
+    unclear = np.flatnonzero(np.count_nonzero(chosen, axis=1) != count)  # equal numbers at the edge, or too many nan
+    chosen[unclear] = False
+    chosen[unclear[:, None], np.argpartition(numbers[unclear], first, axis=1)[:, first:]] = True
+    return torch.from_numpy(np.flatnonzero(chosen).reshape(len(x), count) - starts)
 
 
 def _in_falling_order(x: Tensor) -> Tensor:
