@@ -97,14 +97,19 @@ def _unit(key: str) -> str:
 
 
 def _matrix(name: str, *gradients: Tensor) -> dict[str, Tensor]:
-    rows = torch.cat([(g == 0).all(dim=1) for g in gradients])
+    filled = torch.cat([_filled(g) for g in gradients])  # [rows]
     entries = sum(g.numel() for g in gradients)
-    zeros = entries - torch.stack([g.count_nonzero() for g in gradients]).sum()
     return {
-        f"entries.{name}": zeros.double() / entries,
-        f"rows.{name}": rows.double().mean(),
-        f"all_zero.{name}": rows.all().double(),
+        f"entries.{name}": (entries - filled.sum()) / entries,
+        f"rows.{name}": (filled == 0).double().mean(),
+        f"all_zero.{name}": (filled == 0).all().double(),
     }
+
+
+def _filled(gradient: Tensor) -> Tensor:
+    """How many entries of each row are not 0: [rows] float64."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, 0, dim=1, dtype=wide).double()
 
 
 def _direction(direction: str, gradient: Tensor) -> dict[str, Tensor]:
