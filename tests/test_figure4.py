@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from gradscope.cli.figures import figure
 from gradscope.figures import figures
 from gradscope.figures.figure4 import TERMS, figure4
-from gradscope.figures.style import save
+from gradscope.figures.style import paper_style, save
 from gradscope.figures.width_start import start_widths
 from gradscope.runlog import Run, RunLog
 
@@ -151,6 +151,18 @@ def test_three_files_are_written_without_a_warning(tmp_path: Path, recwarn: pyte
     assert len(pd.read_csv(paths[2])) == len(frame)
     assert drawing.get_figwidth() == 3.25
     assert not [str(warning.message) for warning in recwarn]
+
+
+def test_the_layout_is_that_of_the_png_alone_and_comes_back(tmp_path: Path) -> None:
+    """Twin: the same figure written by matplotlib, which places it for each file."""
+    run = make_run(tmp_path / "hn", "hn")
+    (drawing, frame), (twin, _) = figure4(run), figure4(run)
+    engine, dpi = drawing.get_layout_engine(), drawing.dpi
+    save(drawing, frame, tmp_path / "figure4")
+    assert (drawing.get_layout_engine(), drawing.dpi) == (engine, dpi)
+    with paper_style():
+        twin.savefig(tmp_path / "twin.png", dpi=300, metadata={"Software": None})
+    assert (tmp_path / "figure4.png").read_bytes() == (tmp_path / "twin.png").read_bytes()
 
 
 def test_a_run_in_which_nothing_is_finite_is_still_drawn(tmp_path: Path) -> None:

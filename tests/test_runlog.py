@@ -155,6 +155,36 @@ def test_resuming_supersedes_later_rows_of_older_attempts(tmp_path: Path) -> Non
             assert run.reading("loss", "true", "hn")["value"].tolist() == [truth[step] for step in sorted(truth)]
 
 
+def test_one_quantity_is_what_all_readings_say_of_it(tmp_path: Path) -> None:
+    """Twin: the whole table, filtered. Names that occur in other columns too, values of all kinds, a resume in between."""
+    rng = np.random.default_rng()
+    names = ("loss", "gradient", "nan", "true", "nat", "los")
+    with create(tmp_path / "run") as log:
+        log.write_steps([step_row(step) for step in range(1, 9)])
+        for step in range(1, 9):
+            values = [float(rng.random()), math.nan, math.inf, [1.0, math.nan]]
+            drawn = [(name, values[int(rng.integers(4))], str(rng.choice(names))) for name in names]
+            log.write_readings([reading_row(step, value, quantity=name, key=key) for name, value, key in drawn])
+    with RunLog.reopen(tmp_path / "run", step=5, provenance={}) as log:
+        log.write_readings([reading_row(step, 0.5, quantity="loss", key="gradient") for step in (4, 6)])
+    whole = Run(tmp_path / "run").readings
+    for name in (*names, "missing"):
+        expected = whole[whole["quantity"] == name].reset_index(drop=True)
+        found = Run(tmp_path / "run").readings_of(name)
+        assert found.columns.tolist() == expected.columns.tolist()
+        assert [repr(row) for row in found.to_numpy().tolist()] == [repr(row) for row in expected.to_numpy().tolist()]
+
+
+def test_the_lines_of_other_quantities_are_not_parsed(tmp_path: Path) -> None:
+    with create(tmp_path / "run") as log:
+        log.write_readings([reading_row(1, 0.5), reading_row(1, 0.25, quantity="gradient")])
+    file = tmp_path / "run" / "readings.jsonl"
+    file.write_text(file.read_text().replace(": 0.25", ": broken"))
+    assert Run(tmp_path / "run").readings_of("loss")["value"].tolist() == [0.5]
+    with pytest.raises(ValueError, match="line 3 is not a JSON object"):
+        Run(tmp_path / "run").readings_of("gradient")
+
+
 def test_an_evaluation_repeated_at_the_resumed_step_counts_once(tmp_path: Path) -> None:
     with create(tmp_path / "run") as log:
         log.write_evals([eval_row(10, 0.1), eval_row(10, 0.2, "R@5"), eval_row(20, 0.9)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gradscope.cli.figures import _no_collection
 
 SCRIPT = """
 import sys
@@ -118,3 +121,15 @@ def test_what_needs_torch_loads_torch_and_little_else():
         ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_figure_leaves_the_collector_as_it_was(wanted):
+    before = gc.isenabled()
+    try:
+        (gc.enable if wanted else gc.disable)()
+        with _no_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() == wanted
+    finally:
+        (gc.enable if before else gc.disable)()
