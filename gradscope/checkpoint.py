@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -42,11 +43,32 @@ def save(folder: Path, encoder: DualEncoder, optimizer: Optimizer, scaler: torch
         **_random_states(encoder.device),
     }
     if rank() == 0:
-        _write(folder, encoder, weights, state)
+        with _room_for(folder):
+            _write(folder, encoder, weights, state)
+
+
+@contextmanager
+def _room_for(folder: Path) -> Iterator[None]:
+    """A full disk has other words in each library that writes. Raises ValueError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(_partial(folder), ignore_errors=True)
+        free = decimal(shutil.disk_usage(folder.parent).free)
+        raise ValueError(
+            f"the checkpoint {folder} cannot be written, {free} are free there: {str(error).splitlines()[0]}; earlier ones are kept. "
+            "Make room, then give the same command with --resume"
+        ) from error
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
 
 
 def _write(folder: Path, encoder: DualEncoder, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = _partial(folder)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,9 @@ import torch
 from conftest import SMALL
 from safetensors.torch import load_file
 
+from gradscope import checkpoint
+from gradscope.cli import main
+from gradscope.encoders.load import load_encoder
 from gradscope.recipe import Recipe, read, resolve
 from gradscope.run_tables import comparable
 from gradscope.runlog import Run
@@ -229,6 +235,41 @@ def test_a_half_written_checkpoint_is_not_used(settings, tmp_path):
     train(recipe, tmp_path / "killed", resume=True, quiet=True)
     assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
     assert not partial.exists()
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """As a full disk: a write beyond ``size`` bytes of a file is an error."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("file", ["encoder/open_clip_model.safetensors", "trainer.pt"])
+def test_a_checkpoint_without_room_is_no_half_one(small_encoder, tmp_path, file):
+    """Whichever of its files is the one too many; what was there before stays."""
+    encoder = load_encoder(str(small_encoder))
+    optimizer = torch.optim.AdamW(encoder.parameters())
+    sum(p.sum() for p in encoder.parameters()).backward()
+    optimizer.step()  # moments: twice the weights
+    checkpoint.save(tmp_path / "step-000001", encoder, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    size = (tmp_path / "step-000001" / file).stat().st_size
+    with files_up_to(size - 5000), pytest.raises(ValueError, match=r"step-000002 cannot be written, .* Make room, then give the same"):
+        checkpoint.save(tmp_path / "step-000002", encoder, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_log_without_room_is_one_line(small_encoder, scenes_folder, tmp_path, monkeypatch, capsys):
+    words = ["train", "--data", str(scenes_folder), "--encoder", str(small_encoder), "--device", "cpu", "--max-steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["gradscope", *words, "--log-grads", "--output", str(tmp_path / "run")])
+    with files_up_to(9000), pytest.raises(SystemExit, match="2"):
+        main()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gradscope:")]
+    assert "cannot be written: File too large; make room; what was written is kept" in line
 
 
 def test_a_damaged_checkpoint_is_named(settings, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from typing import Any
@@ -45,6 +46,9 @@ GO_ON = {
     "caption-geometry": "a pass over all pairs is kept every two minutes; to go on, give the same command again",
     "demo": "what was written is kept; choose another --output to start again",
 }
+
+#: A full disk, a quota that is used up, a file above the limit.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 #: Commands that may be started as several processes.
 TOGETHER = ("train", "eval", "caption-geometry")
@@ -108,6 +112,10 @@ def main() -> None:
         _say(str(error), lost=isinstance(error, Lost))
         sys.exit(2)
     except OSError as error:
+        if error.errno in NO_ROOM:
+            where = f"'{error.filename}'" if error.filename else "a file"
+            _say(f"{where} cannot be written: {error.strerror}; make room; {_go_on(sys.argv[1:])}")
+            sys.exit(2)
         if error.filename is None:
             _hand_on()
             raise
