@@ -183,7 +183,8 @@ def the_gather() -> None:
     assert torch.equal(joined, x @ w)
     found = distributed.averaged(list(torch.autograd.grad(loss(joined, own[1]), own)))
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        # Terms of up to some 1e3 are added in another order: 1e-12 at worst, where a wrong factor is off by their size.
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def other_records(scenes: Path, encoder: Path) -> None:
