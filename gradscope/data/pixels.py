@@ -6,7 +6,8 @@
              as by exact
     scaled   such JPEGs are decoded at 1/2, 1/4 or 1/8, never below three times the wanted size; then as fast. On photo-like
              pictures of 2048 x 1536 to 224, 2026-11-30: within 3 levels of exact, save 1 value in 10,000, at sharp coloured edges of
-             files with coarse colour, with 6 at most. On patterns as fine as a pixel, noise or a screen of dots, far more
+             files with coarse colour, with 6 at most. Where a side is no multiple of 8, single values of the last row and column are up
+             to 21 levels away: the file repeats its edge there. On patterns as fine as a pixel, noise or a screen of dots, far more
 
 Sizes and crops are those of torchvision and open_clip: the long side is int(size * long / short), the crop starts at
 round((side - size) / 2); another rounding would move the picture by a pixel.
