@@ -67,7 +67,8 @@ def ranks(
         images: [N, D], any float dtype.
         texts: [M, D].
         image_of_text: int64 [M], the row of the image that each caption describes.
-        block: tile edge (default: 1024 on a CPU, 8192 on a GPU); memory is O(block * (block + D)), beside a few integers per row.
+        block: tile edge (default: 1024 on a CPU, 8192 on a GPU); memory is O(block * (block + D)) for each thread,
+            beside a few integers per row.
         shared: the tiles are dealt out over the processes of torch.distributed, all of which must hold the same rows. A collective;
             each process gets the whole answer, and it is that of one process.
 
