@@ -15,7 +15,8 @@ The first step of tiny, two block shapes: 28 s of processor time, 22 of them the
 (TORCHINDUCTOR_CACHE_DIR) has them from an earlier run.
 
 How it can mislead: the first step of a compiled run takes as long as compiling does, and counts in its rates; a forward hook of
-yours inside a compiled block may not fire. The probe's hooks are on embeddings and logits, outside.
+yours inside a compiled block may not fire. The probe's hooks are on embeddings and logits, outside. A process that is killed while it
+compiles can leave half a file in torch's cache, on which later runs fail ("file too short"): delete that cache.
 """
 
 from __future__ import annotations
