@@ -91,7 +91,9 @@ class Gallery:
 
     def positive_scores(self) -> Tensor:
         """float64 [M]: each caption's score with its own image; minus infinity where one of the two is not finite."""
-        scores = self.exact(self.owner, torch.arange(len(self.texts), device=self.owner.device))
+        parts = torch.arange(len(self.texts), device=self.owner.device).split(_STRIP)
+        with each_tile(lambda part: self.exact(self.owner[part], part), parts, len(parts), self.owner.device) as found:
+            scores = torch.cat(list(found))
         return scores.masked_fill_(~(self.good_text & self.good_image[self.owner]), -torch.inf)
 
     def exact(self, images: Tensor, texts: Tensor) -> Tensor:
