@@ -196,8 +196,8 @@ def _met(rank: int, size: int) -> Any:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
             raise ValueError(
-                f"another program, or a second process of RANK 0, listens at {place}, where the processes of this run are to meet; set MASTER_PORT to a free port "
-                "(torchrun on one node finds one with --standalone)"
+                f"another program, or a second process of RANK 0, listens at {place}, where the processes of this run are to meet; set "
+                "MASTER_PORT to a free port (torchrun on one node finds one with --standalone)"
             ) from error
         raise ValueError(
             f"the {size} processes of this run did not meet at {place} within {MEETING.total_seconds() / 60:g} minutes: one has ended "

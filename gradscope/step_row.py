@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ class Softmaxes:
 
     losses: list[Tensor] = field(default_factory=list)  # [] each
     by_term: list[Tensor] = field(default_factory=list)  # [terms] each: the means over the anchors
-    excluded: list[Tensor] = field(default_factory=list)  # [N] each, with --duplicates exclude
+    excluded: list[Tensor] = field(default_factory=list)  # [N] each, unless --duplicates keep: see ``_excluded_by_anchor``
     terms: tuple[str, ...] = ()
 
     def add(self, total: Tensor, terms: Sequence[Term]) -> None:
@@ -40,7 +42,7 @@ class Softmaxes:
         return torch.cat([torch.stack(self.losses).mean()[None], torch.stack(self.by_term).mean(dim=0)])
 
     def left_out(self) -> dict[str, int]:
-        """With --duplicates exclude: how many pairs of captions were no negatives of each other, and how many anchors had none."""
+        """Unless --duplicates keep: how many pairs of captions were no negatives of each other; how many anchors had none."""
         if not self.excluded:
             return {}
         of_anchor = torch.stack(self.excluded)  # [softmaxes, N]
@@ -85,7 +87,13 @@ def _excluded_by_anchor(term: Term) -> Tensor | None:
 
 def _peak_memory(device: torch.device) -> float:
     """MiB: allocated on the GPU, or the process's resident peak."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _resident_peak()
+
+
+def _resident_peak(status: Path = Path("/proc/self/status")) -> float:
+    """MiB. Linux keeps it in ``status``; its ``ru_maxrss`` is no less than the peak of the process that started this one."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
+    if found:
+        return int(found[1]) / 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes, Linux KiB
