@@ -32,7 +32,7 @@ def recorded_by(quantity: str, key: str, recipe: Mapping[str, Any], *, kind: str
         kind, own: as of ``gradscope.run_view.View``.
         streamed: whether the softmax of that run was.
     """
-    needed = "full" if quantity == "zeros" and (".parameters" in key or key.startswith("naive")) else TIERS.get(quantity, "full")
+    needed = _smallest_set(quantity, key, recipe)
     if kind != "run":
         given = 'probe_set="full"' if needed == "full" else ""
         return f"gradscope.Probe({given}) in that loop records it"
@@ -43,6 +43,15 @@ def recorded_by(quantity: str, key: str, recipe: Mapping[str, Any], *, kind: str
     if streamed and (quantity in NEED_CELLS or key.startswith(("positive_zero", "loss_zero"))):
         words.append("--kernel dense" if own else 'Probe(kernel="dense")')
     return f"{' and '.join(words)} record{'s' * (len(words) == 1)} it" if words else ""
+
+
+def _smallest_set(quantity: str, key: str, recipe: Mapping[str, Any]) -> str:
+    """The first of ``SETS`` in which the reading is."""
+    if quantity == "zeros" and (".parameters" in key or key.startswith("naive")):
+        return "full"
+    if quantity == "hooks" and recipe.get("objective", {}).get("name") == "other":
+        return "default"  # the set "loss" forms no gradient of an objective that is not trained
+    return TIERS.get(quantity, "full")
 
 
 def measured_by(recipe: Mapping[str, Any], *, own: bool) -> str:

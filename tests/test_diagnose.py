@@ -558,6 +558,11 @@ def test_the_setting_that_records_it_is_named(quantity: str, key: str, probe: di
     assert recorded_by(quantity, key, {"probe": probe} if probe else {}, **who) == words
 
 
+def test_the_set_loss_reads_hooks_of_what_is_trained() -> None:
+    for trained, words in (("infonce", ""), ("other", 'Probe(probe_set="default") records it')):
+        assert recorded_by("hooks", "agreement", {"objective": {"name": trained}, "probe": {"set": "loss"}}, **PROBE) == words
+
+
 @pytest.mark.parametrize(("who", "words"), [(OWN, "--kernel dense records it"), (PROBE, 'Probe(kernel="dense")')])
 def test_of_a_streamed_softmax_it_is_the_kernel(who: dict, words: str) -> None:
     full = {"probe": {"log_grads": True, "set": "full"}}

@@ -28,6 +28,7 @@ from gradscope.probe import Probe
 from gradscope.recipe import resolve
 from gradscope.rules import SEVERITIES, Finding, rules
 from gradscope.run_view import View
+from gradscope.runlog import RunLog
 from gradscope.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,6 +165,21 @@ BY_HAND = [
     ),
     Broken(rule="GS029", how="loss from 0.4 to 2.5 and stays", more={"columns": {"loss": lambda step: 0.4 if step < 25 else 2.5}}),
 ]
+
+
+@pytest.mark.parametrize("probe_set", ["loss", "default"])
+@pytest.mark.parametrize(("lost", "found"), [(9, False), (10, True), (12, True)])
+def test_steps_without_a_gradient_are_weighed_against_steps_that_were_read(
+    lost: int, found: bool, probe_set: str, tmp_path: Path
+) -> None:
+    """Ten are read. How many rows each of them has depends on the set, and says nothing."""
+    other = {("hooks", key, "hn"): 0.5 if probe_set == "default" else None for key in ("agreement", "factor")}
+    path = hand_run(tmp_path / "run", other, recipe={"probe.set": probe_set}, steps=20)
+    failed = {"quantity": "heads", "key": "failed", "term": "", "value": 1.0, "unit": "ranks", "stamps": ""}
+    with RunLog.reopen(path, step=20, provenance={}) as log:
+        log.write_readings([{"step": 20 + k, **failed} for k in range(lost)])
+        log.console("step 20: 'heads' of the probe failed: RuntimeError: no gradient passed by at text: the hook is dead")
+    assert ("GS032" in [finding.id for finding in diagnose(look(path)).findings]) == found
 
 
 @pytest.mark.parametrize("broken", BY_HAND, ids=lambda b: f"{b.rule}-{b.how.replace(' ', '-')}")

@@ -66,11 +66,11 @@ class NoGradient:
 
 
 def lost(view: View, least: int) -> list[Evidence]:
-    """Steps at which a tower saw no gradient, where there are ``least`` and more of them than were read."""
+    """Steps at which a tower saw no gradient, where there are ``least`` of them and as many as were read."""
     if not len(view.readings):
         return []
     rows = view.readings[view.readings["key"] == "failed"]
-    read = (view.readings["quantity"] == "hooks").sum()
+    read = view.readings.loc[view.readings["quantity"] == "loss", "step"].nunique()
     found_ = []
     for name, failed in rows.groupby("quantity"):
         words = view.failure(str(name))
