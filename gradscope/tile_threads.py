@@ -50,8 +50,10 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], device: torc
     try:
         yield _results(pool, work, iter(items), count * _AHEAD)
     finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+        try:
+            pool.shutdown(cancel_futures=True)
+        finally:  # a second Ctrl-C ends the waiting
+            torch.set_num_threads(threads)
 
 
 def _results(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterator[Item], ahead: int) -> Iterator[Result]:

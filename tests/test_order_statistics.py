@@ -36,6 +36,17 @@ def test_close_numbers_infinities_and_nan() -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_nan_of_either_sign_is_the_largest(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if on_gpu:
+        monkeypatch.setattr(counting, "waits_for_nothing", lambda tensor: False)
+    values = torch.rand(70_000)
+    values[:2] = torch.copysign(torch.tensor(math.nan), torch.tensor([1.0, -1.0]))  # inf - inf is the second on many processors
+    lowest, *highest = order_statistics(values, [0, 69_998, 69_999]).tolist()
+    assert lowest == float(values[2:].min())
+    assert all(map(math.isnan, highest))
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
 def test_sums_by_bin(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if on_gpu:
         monkeypatch.setattr(counting, "waits_for_nothing", lambda tensor: False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gradscope.metrics import softmax
+from gradscope.types import Scores
 
 mpmath.mp.dps = 60
 
@@ -69,3 +70,12 @@ def test_a_nan_stays_a_nan() -> None:
     logits[1, 2] = math.nan
     assert math.isnan(float(softmax.log10_batch_loss(logits)))
     assert softmax.residual(logits).isnan().tolist() == [False, True, False, False]
+
+
+def test_an_infinite_negative_has_infinite_odds() -> None:
+    cosine = torch.randn(4, 4)
+    cosine[1, 2] = math.inf
+    anchors = softmax.dense_anchors(Scores(cosine=cosine, margin=None, logits=5.0 * cosine, scale=torch.tensor(5.0)))
+    for direction, logits in softmax.per_direction(5.0 * cosine).items():
+        assert torch.allclose(anchors.log_odds[direction], softmax.log_odds(logits))
+        assert anchors.log_odds[direction].isinf().sum() == 1

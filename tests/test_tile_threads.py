@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from gradscope.metrics.geometry import caption_geometry
+from gradscope.metrics.ranks import ranks
 from gradscope.tile_threads import MOST, in_order, workers
 
 CPU = torch.device("cpu")
@@ -82,6 +84,20 @@ def test_leaving_early_drops_the_rest() -> None:
     assert not any(thread.name.startswith("tiles") for thread in threading.enumerate())
 
 
+def test_a_second_interrupt_while_threads_end_leaves_the_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(pool: ThreadPoolExecutor, cancel_futures: bool) -> None:
+        shutdown(pool, cancel_futures=cancel_futures)
+        raise KeyboardInterrupt
+
+    shutdown = ThreadPoolExecutor.shutdown
+    with torch_threads(2):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), in_order(slow_start, range(9), CPU) as found:
+            patched.setattr(ThreadPoolExecutor, "shutdown", interrupted)
+            list(found)
+        with ThreadPoolExecutor(1) as new_thread:  # each thread has a number of its own, from torch's when it begins
+            assert new_thread.submit(torch.get_num_threads).result() == 2
+
+
 def test_how_many() -> None:
     with torch_threads(1):
         assert workers(CPU) == 1
@@ -92,6 +108,21 @@ def test_how_many() -> None:
         assert workers(CPU) == MOST
         with in_order(slow_start, range(3), CPU) as found:
             assert {inner for _, inner, _ in found} == {2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torch_may_make_numbers_of_another_type_by_default(dtype: torch.dtype) -> None:
+    rows, owner = torch.nn.functional.normalize(torch.randn(150, 24), dim=1), torch.arange(150)
+    expected = caption_geometry(rows, block=64), ranks(rows, rows.flip(0), owner, block=64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = caption_geometry(rows, block=64), ranks(rows, rows.flip(0), owner, block=64)
+    finally:
+        torch.set_default_dtype(before)
+    assert found[0].counts.tolist() == expected[0].counts.tolist()
+    assert found[0].hardest_index.tolist() == expected[0].hardest_index.tolist()
+    assert [each.greater.tolist() for each in found[1]] == [each.greater.tolist() for each in expected[1]]
 
 
 def test_geometry_does_not_depend_on_the_threads() -> None:

@@ -156,7 +156,7 @@ class _Memory(threading.local):
     """Room for a tile and for what is beside it, in each thread that asks."""
 
     def __init__(self, room: int, device: torch.device) -> None:
-        self.numbers = torch.empty(2, room, device=device)  # pages that nobody writes to take no memory
+        self.numbers = torch.empty(2, room, dtype=torch.float32, device=device)  # pages that nobody writes to take no memory
 
 
 class Tiles:

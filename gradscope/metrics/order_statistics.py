@@ -17,6 +17,7 @@ from gradscope.metrics.counting import counts_of
 
 _HALF = 16
 _BINS = 1 << _HALF
+_LAST = 0x7FFFFFFF  # a nan
 
 
 def order_statistics(values: Tensor, ranks: Sequence[int]) -> Tensor:
@@ -25,7 +26,7 @@ def order_statistics(values: Tensor, ranks: Sequence[int]) -> Tensor:
         ordered = values.float().sort().values  # fewer numbers than bins: sorting them is quicker
         return torch.stack([ordered[rank] for rank in ranks])
     bits = values.float().contiguous().view(torch.int32)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # rises with the number
+    keys = torch.where(values.isnan(), _LAST, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # rises with the number; nan has either sign
     upper = (keys >> _HALF) + _BINS // 2
     cumulative = counts_of(upper, _BINS).cumsum(0)
     if counting.waits_for_nothing(keys):

@@ -89,7 +89,7 @@ class Sweep:
             unit=unit,
             block=block,
             counts=torch.zeros(BINS, dtype=torch.int64, device=device),
-            best=torch.full((n,), -math.inf, device=device),
+            best=torch.full((n,), -math.inf, dtype=torch.float32, device=device),
             winner=torch.zeros(n, dtype=torch.int64, device=device),
             near=torch.zeros(n, dtype=torch.int64, device=device),
             memory=_Memory(min(block, n), device),
@@ -173,7 +173,7 @@ class _Memory(threading.local):
     """Room for one block in each thread; every block uses it again."""
 
     def __init__(self, block: int, device: torch.device) -> None:
-        self._numbers = torch.empty(block * block + 1, device=device)
+        self._numbers = torch.empty(block * block + 1, dtype=torch.float32, device=device)
 
     def tile(self, rows: int, columns: int) -> Tensor:
         return self._numbers[: rows * columns].view(rows, columns)

@@ -111,7 +111,7 @@ def _row_sums(logits: Tensor, rows: slice) -> list[Tensor]:
     cells = logits[rows].to(torch.float64, copy=True)
     cells.diagonal(rows.start).fill_(-math.inf)
     top = cells.amax(dim=1, keepdim=True)
-    cells -= top.masked_fill(top == -math.inf, 0.0)  # no negatives: their sum is 0, not nan
+    cells -= top.masked_fill(top.isinf(), 0.0)  # no negatives: their sum is 0, not nan; an infinite one: infinite
     weights = (cells * _LOG2_E).exp2_()  # the exponent's rounding weighs as little as the cells it is large in
     moments = cells.clamp_(min=_GONE).mul_(weights)
     return [top[:, 0], weights.sum(dim=1), moments.sum(dim=1), weights, moments]
