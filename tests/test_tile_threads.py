@@ -90,10 +90,15 @@ def test_a_second_interrupt_while_threads_end_leaves_the_number_too(monkeypatch:
         raise KeyboardInterrupt
 
     shutdown = ThreadPoolExecutor.shutdown
-    with torch_threads(2):
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), in_order(slow_start, range(9), CPU) as found:
+
+    def squares() -> None:
+        with monkeypatch.context() as patched, in_order(slow_start, range(9), CPU) as found:
             patched.setattr(ThreadPoolExecutor, "shutdown", interrupted)
             list(found)
+
+    with torch_threads(2):
+        with pytest.raises(KeyboardInterrupt):
+            squares()
         with ThreadPoolExecutor(1) as new_thread:  # each thread has a number of its own, from torch's when it begins
             assert new_thread.submit(torch.get_num_threads).result() == 2
 

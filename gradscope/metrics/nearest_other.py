@@ -22,7 +22,8 @@ from gradscope.metrics.pair_sweep import block_pairs, default_block, number_of_p
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Job:
-    """A tile, and what was known of its rows and columns when it was handed out: less than now is safe, and changes the last digit at most."""
+    """A tile, and what was known of its rows and columns when it was handed out: less than now is safe, and changes the last digit
+    at most."""
 
     i: int
     j: int
