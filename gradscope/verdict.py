@@ -20,7 +20,7 @@ from gradscope.metrics.crossing import Crossing, crossing
 from gradscope.runlog import Run
 from gradscope.types import DIRECTIONS
 
-#: A run is called guessing if the median InfoNCE loss of its last epoch is at least this share of ln(width).
+#: A run is called guessing if the median InfoNCE loss of the window that is judged is at least this share of ln(width).
 CHANCE = 0.95
 TERMS = ("infonce", "hn")
 
@@ -46,7 +46,7 @@ class Summary:
     cosine_undefined: int  # measured batches where it is not defined
 
     judged: tuple[float, float, int]  # shares of batches and anchors under 1e-3 in the window that is judged, and its batches
-    at_chance: bool = False  # the last epoch's InfoNCE loss is that of guessing
+    at_chance: bool = False  # the InfoNCE loss of the window that is judged is that of guessing
     budget: str = ""  # that thinned the cadence
     divided: bool = False  # parameters, among ranks: their gradient is not read
 
@@ -98,8 +98,7 @@ def summarise(path: Path) -> Summary:
         every=_every(run),
         budget=run.recipe["probe"].get("budget", ""),
         divided=run.recipe["train"].get("shard", "none") == "full",
-        at_chance=run.provenance["width"] > 1
-        and 10 ** _by_epoch(run, "loss", "log10_true", "infonce", "median")[-1] >= CHANCE * math.log(run.provenance["width"]),
+        at_chance=_at_chance(run),
         measured=tuple(int(n) for n in _by_epoch(run, "saturation", "below_1e-3", trained, "count")),
         below={term: _by_epoch(run, "saturation", "below_1e-3", term, "mean") for term in TERMS},
         crossings=crossings,
@@ -124,6 +123,15 @@ def _judged(run: Run, trained: str) -> tuple[float, float, int]:
     rows = [run.reading("saturation", f"rows_below_1e-3.{d}", trained) for d in DIRECTIONS]
     anchors = [frame.loc[frame["step"].isin(steps), "value"].astype(float).mean() for frame in rows]
     return float(values[chosen].mean()) if chosen.any() else math.nan, float(sum(anchors) / len(anchors)), int(chosen.sum())
+
+
+def _at_chance(run: Run) -> bool:
+    """Nothing is said of one candidate, nor of too few batches: a sound run may start by guessing."""
+    loss, width = run.reading("loss", "log10_true", "infonce").sort_values("step"), run.provenance["width"]
+    values = loss["value"].astype(float).to_numpy()
+    chosen, _ = window(loss["epoch"].astype(float).to_numpy(), values)
+    chosen &= ~np.isnan(values)
+    return bool(width > 1 and chosen.sum() >= LEAST and 10 ** np.median(values[chosen]) >= CHANCE * math.log(width))
 
 
 def _by_epoch(run: Run, quantity: str, key: str, term: str, how: str) -> tuple[float, ...]:

@@ -290,7 +290,7 @@ def test_batches_are_a_pure_function_of_the_step(encoder, records):
     pixels = Pixels(records, pixel_path(encoder.config["preprocess_cfg"]))
     assert torch.equal(a.images["full"], torch.stack([pixels[i] for i in plan[7][0]]))
     assert torch.equal(a.texts["full"], encoder.tokenize(list(a.captions)).ids)
-    with pytest.raises(ValueError, match=r"40 x 2 = 80 records, the training split has 64"):
+    with pytest.raises(ValueError, match=r"40 x 2 = 80 records, and 64 are there to train on, without those held out"):
         Batches(records=records, encoder=encoder, batch_size=40, accumulate=2, seed=0)
 
 

@@ -112,11 +112,13 @@ def test_zeros_crossings_and_undefined_cosines_are_told() -> None:
     assert "undefined" not in lines(0.8, 0.1)
 
 
-@pytest.mark.parametrize(("encoder", "guessing"), [("small_encoder", True), ("tiny", False)])
+@pytest.mark.parametrize(
+    ("encoder", "steps", "guessing"), [("small_encoder", 6, True), ("small_encoder", 5, False), ("tiny", 6, False)]
+)
 def test_a_run_that_only_guesses_is_told(
-    encoder: str, guessing: bool, request: pytest.FixtureRequest, scenes_folder: Path, tmp_path: Path
+    encoder: str, steps: int, guessing: bool, request: pytest.FixtureRequest, scenes_folder: Path, tmp_path: Path
 ) -> None:
-    """Random weights at rate 0 sit at ln(width); pretrained ones do not, whatever else is said of them."""
+    """Random weights at rate 0 sit at ln(width); pretrained ones do not, whatever else is said of them. Five batches judge nothing."""
     from gradscope.recipe import resolve
     from gradscope.train import train
     from gradscope.verdict import summarise
@@ -125,12 +127,26 @@ def test_a_run_that_only_guesses_is_told(
     tables = {
         "data": {"name": str(scenes_folder)},
         "encoder": {"name": name},
-        "train": {"batch_size": 8, "max_steps": 2, "lr": 0.0},
+        "train": {"batch_size": 8, "max_steps": steps, "lr": 0.0},
         "probe": {"log_grads": True, "every": 1},
     }
     train(resolve(tables, {}), tmp_path / "run", quiet=True)
     text = "\n".join(sentences(summarise(tmp_path / "run")))
     assert ("at chance, ln 8 = 2.08" in text) == guessing
+    assert ("too few measured batches to judge" in text) == (steps < 6)
+
+
+def test_a_run_of_one_epoch_that_starts_by_guessing_is_judged_by_its_end(tmp_path: Path) -> None:
+    from gradscope.runlog import Run, RunLog
+    from gradscope.verdict import _at_chance
+
+    names = {"quantity": "loss", "term": "infonce", "key": "log10_true", "unit": "nat", "stamps": ""}
+    for name, end in (("learns", 0.1), ("guesses", math.log(8))):
+        losses = {step: math.log(8) if step <= 30 else end for step in range(1, 41)}
+        with RunLog.create(tmp_path / name, recipe_toml="", provenance={"width": 8}) as log:
+            log.write_steps({"step": step, "samples": 8 * step, "epoch": 1, "loss": loss} for step, loss in losses.items())
+            log.write_readings({**names, "step": step, "value": math.log10(loss)} for step, loss in losses.items())
+        assert _at_chance(Run(tmp_path / name)) == (name == "guesses")
 
 
 @pytest.mark.parametrize("names", [("a",), ("a-run-of-a-sweep-gamma=0.5-lr=1e-5-seed=42",), ("hn-gamma-0.5", "infonce-seed-42")])

@@ -122,8 +122,8 @@ class Batches:
             )
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"a step takes {self.batch_size} x {self.accumulate} = {self.per_step} records, the training split has "
-                f"{len(self.records)}; lower --batch-size or --accumulate"
+                f"a step takes {self.batch_size} x {self.accumulate} = {self.per_step} records, and {len(self.records)} are there "
+                f"to train on, without those held out for validation; lower --batch-size or --accumulate"
             )
 
     @property
