@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 #: Entries that ``averaged`` sends at once.
 BUCKET = 1 << 24
+
+#: Whether ranks ask each other, ahead of each collective, if all are there: inside ``failing_together``.
+_asking: ContextVar[bool] = ContextVar("asking", default=False)
 
 
 def world() -> int:
@@ -49,6 +53,7 @@ def gathered(rows: Tensor) -> Tensor:
     import torch
     import torch.distributed as dist
 
+    _refuse_failed()
     rows = rows.detach().contiguous()
     parts = [torch.empty_like(rows) for _ in range(world())]
     dist.all_gather(parts, rows)
@@ -139,6 +144,7 @@ def _reduced(values: Tensor, operator: str) -> Tensor:
         return values
     import torch.distributed as dist
 
+    _refuse_failed()
     values = values.clone()
     dist.all_reduce(values, op=getattr(dist.ReduceOp, operator))
     return values
@@ -176,6 +182,45 @@ def _average(tensors: list[Tensor | None], indices: Sequence[int]) -> None:
     means = summed(torch.cat([tensor.detach().flatten() for tensor in chosen])) / world()
     for index, tensor, mean in zip(indices, chosen, means.split([t.numel() for t in chosen]), strict=True):
         tensors[index] = mean.view_as(tensor)
+
+
+# ---- failures
+
+
+class FailedElsewhereError(RuntimeError):
+    """Another rank failed inside the block of ``failing_together`` that this one is in."""
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """What fails on one rank inside the block raises ``FailedElsewhereError`` on the others: at their next gather or sum, which would
+    wait for ever, or at the end of the block. A collective itself, for processes that may send what lies on the host."""
+    token = _asking.set(world() > 1)
+    try:
+        yield
+        _refuse_failed()
+    except FailedElsewhereError:
+        raise
+    except Exception:
+        if _asking.get():
+            _failed_anywhere(here=True)
+        raise
+    finally:
+        _asking.reset(token)
+
+
+def _refuse_failed() -> None:
+    if _asking.get() and _failed_anywhere(here=False):
+        raise FailedElsewhereError("another rank failed")
+
+
+def _failed_anywhere(*, here: bool) -> bool:
+    import torch
+    import torch.distributed as dist
+
+    failed = torch.tensor(int(here))
+    dist.all_reduce(failed)
+    return bool(failed)
 
 
 # ---- words and order

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscope.cadence import Cadence, Ledger
-from gradscope.distributed import averaged, completed, everyones, is_sharded, largest, local, rank, summed, world
+from gradscope.distributed import (
+    FailedElsewhereError,
+    averaged,
+    completed,
+    everyones,
+    failing_together,
+    is_sharded,
+    largest,
+    local,
+    rank,
+    summed,
+    world,
+)
 from gradscope.encoders.reach import plain_name
 from gradscope.heads import ROWS, Heads, Observed, Watched
 from gradscope.metrics.gradients import norm_over_ranks
@@ -270,12 +282,19 @@ class StepReader:
         opened.fresh = opened.fresh and alone and any(p.grad is not None for p in self.parameters)
         opened.unscale = opened.unscale if unscale is None else unscale
         try:
-            with self._timed("heads"):
-                self._step = self._measured(opened)
+            with self._timed("heads"), self._together(self.dealt):
+                step = self._measured(opened)
+        except FailedElsewhereError:  # which ``flush`` hears of
+            return
         except Exception as error:
             self.fail("heads", error)
             return
+        self._step = step
         self._read("batch")
+
+    def _together(self, several: bool) -> AbstractContextManager[None]:
+        """For what is put together from parts of ``several`` ranks."""
+        return failing_together() if several else nullcontext()
 
     def _everywhere(self, opened: _Open | None) -> bool:
         """Whether every rank has the measured batch; gradients over the parameters that one of them lacks are forgotten. What failed
@@ -459,7 +478,10 @@ class StepReader:
                 continue
             with self._timed(name), torch.no_grad():
                 try:
-                    self._readings += quantity(self._step)
+                    with self._together(self.dealt and self.sharded):
+                        self._readings += quantity(self._step)
+                except FailedElsewhereError:  # which ``flush`` hears of
+                    pass
                 except Exception as error:  # a diagnostic must never end a training run
                     self.fail(name, error)
 

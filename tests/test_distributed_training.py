@@ -30,6 +30,7 @@ from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder
 from gradscope.evaluate import evaluate
+from gradscope.quantities.accumulation import Accumulation
 from gradscope.quantities.saturation import Saturation
 from gradscope.recipe import Recipe, Train, resolve
 from gradscope.run_tables import comparable
@@ -142,6 +143,7 @@ def two(scenes: Path, encoder: Path, dropout: Path, folder: Path) -> None:
         run(settings, folder / f"{name} again", optimizer=None, resume=True)
     a_loss_that_is_no_number(scenes, encoder, folder / "nan")
     a_probe_that_fails_on_the_second_rank(scenes, encoder, folder / "failing")
+    a_sharded_probe_that_fails_on_the_second_rank(scenes, encoder, folder / "failing in shards")
 
 
 def the_layer() -> None:
@@ -236,6 +238,26 @@ def a_probe_that_fails_on_the_second_rank(scenes: Path, encoder: Path, output: P
         patch.setattr(StepReader, "replaying", without_graph)
         patch.setattr(StepReader, "_known", out_of_memory)
         run(recipe(scenes, encoder, RUNS["cached"]), output)
+
+
+def a_sharded_probe_that_fails_on_the_second_rank(scenes: Path, encoder: Path, output: Path) -> None:
+    """A quantity at the first probed step and the heads at the second, each before a collective in which the others would wait."""
+    accumulation, measured = Accumulation.__call__, StepReader._measured
+
+    def broken(self: Accumulation, step: Step) -> list[Reading]:
+        if distributed.rank() and step.index == 1:
+            raise ZeroDivisionError("broken on purpose")
+        return accumulation(self, step)
+
+    def out_of_memory(reader: StepReader, *args: Any) -> Step:
+        if distributed.rank() and reader._index == 3:
+            raise MemoryError("broken on purpose")
+        return measured(reader, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accumulation, "__call__", broken)
+        patch.setattr(StepReader, "_measured", out_of_memory)
+        run(recipe(scenes, encoder, RUNS["sharded"]), output)
 
 
 def embed_five(scenes: Path, encoder: Path, folder: Path) -> None:
@@ -336,6 +358,18 @@ def test_what_fails_on_another_rank_is_counted_and_said(several):
     assert first.query("quantity == 'gradient' and term == 'hn'").empty  # a mean over ranks of which one is missing
     whole, watched = weights(several / "cached"), weights(several / "failing")
     assert all(torch.equal(whole[name], watched[name]) for name in whole)  # and training went on
+
+
+def test_what_fails_on_one_rank_of_a_sharded_run_leaves_none_waiting(several):
+    found, whole = (Run(several / name).readings for name in ("failing in shards", "sharded"))
+    failed = found[found["key"] == "failed"]
+    assert list(zip(failed["step"], failed["quantity"], failed["value"], strict=True)) == [(1, "accumulation", 1.0), (3, "heads", 1.0)]
+    read = {step: set(rows["quantity"]) - {"probe"} for step, rows in found[found["key"] != "failed"].groupby("step")}
+    expected = set(whole["quantity"]) - {"probe"}
+    assert read == {1: expected - {"accumulation"}, 5: expected} | ({3: set()} if 3 in read else {})
+    assert all(
+        torch.equal(tensor, weights(several / "sharded")[name]) for name, tensor in weights(several / "failing in shards").items()
+    )
 
 
 @pytest.mark.parametrize("name", RESUMED)
