@@ -109,7 +109,7 @@ class FirstPass:
     states: Sequence[RandomState]  # ahead of each micro-batch, and behind the last
     last: Embeddings  # of the last micro-batch, with its graph
     quiet: Quiet
-    still: Sequence[str] = ()
+    resting: Sequence[str] = ()
 
     def replay(self, before: Before | None = None) -> Tensor:
         """Step 3, after the loss was propagated to ``embeddings``.
@@ -138,7 +138,7 @@ class FirstPass:
         if number == len(self.batches) - 1:
             return self.last
         self.states[number].put_back()
-        names = [name for tower in self.still for name in _BY_TOWER[tower] if getattr(self.embeddings, name) is not None]
+        names = [name for tower in self.resting for name in _BY_TOWER[tower] if getattr(self.embeddings, name) is not None]
         known = {name: getattr(self.embeddings, name).detach()[rows] for name in names}
         return self.embed(self.batches[number], known=known) if known else self.embed(self.batches[number])
 
@@ -148,7 +148,7 @@ class FirstPass:
         return ends
 
 
-def still_towers(encoder: DualEncoder) -> tuple[str, ...]:
+def resting_towers(encoder: DualEncoder) -> tuple[str, ...]:
     """Those of which nothing trains and nothing is drawn: a second pass would give the same rows, and a backward would end there."""
     towers = image_tower(encoder.model), text_tower_parts(encoder.model)
     return tuple(tower.name for tower in towers if not _moves(tower))
@@ -165,7 +165,7 @@ def first_pass(
     scale: Tensor,
     token_scale: Tensor | None = None,
     quiet: Quiet = nullcontext,
-    still: Sequence[str] = (),
+    resting: Sequence[str] = (),
 ) -> FirstPass:
     """Step 1: leaves of the full width, with the live scales.
 
@@ -173,7 +173,7 @@ def first_pass(
         embed: the towers; called once for the last micro-batch and twice for the others.
         scale, token_scale: [] with their graph, so that the loss reaches them once.
         quiet: entered around each forward and backward but the final one, e.g. ``DistributedDataParallel.no_sync``.
-        still: the towers of ``still_towers``, which pass each micro-batch once; ``embed`` is then called again with their rows.
+        resting: the towers of ``resting_towers``, which pass each micro-batch once; ``embed`` is then called again with their rows.
     """
     place = batches[0].texts["full"].device
     states, parts = [RandomState.of(place)], []
@@ -185,7 +185,7 @@ def first_pass(
         last = embed(batches[-1])
     states.append(RandomState.of(place))
     full = replace(_leaves([*parts, last]), scale=scale, token_scale=token_scale)
-    return FirstPass(embeddings=full, embed=embed, batches=batches, states=states, last=last, quiet=quiet, still=still)
+    return FirstPass(embeddings=full, embed=embed, batches=batches, states=states, last=last, quiet=quiet, resting=resting)
 
 
 def _leaves(parts: Sequence[Embeddings]) -> Embeddings:

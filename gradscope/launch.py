@@ -113,7 +113,7 @@ def speak_up(*, lost: bool = False) -> bool:
     return first
 
 
-def leave_word(line: str) -> None:
+def leave_for_torchrun(line: str) -> None:
     """For torchrun's own report, which comes below and is the last that is seen: without it, it points to its documentation."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:

@@ -21,7 +21,7 @@ from gradscope.frameworks.clip import Clip, total_loss
 from gradscope.joining import joined_embeddings
 from gradscope.parallel import Replica
 from gradscope.step_reader import StepReader
-from gradscope.step_row import Softmaxes
+from gradscope.step_row import StepLosses
 from gradscope.types import Batch, Embeddings, Term
 
 #: What the towers compute in, by ``train.precision``; None: as their weights are.
@@ -44,33 +44,33 @@ class Embed:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPass:
-    """What all steps of a run have in common. ``still``: the towers of ``cached.still_towers``."""
+    """Takes a step of a run through its passes. ``resting``: the towers of ``cached.resting_towers``."""
 
     embed: Embed
     framework: Clip
     fixed: FixedCaptions
     reader: StepReader | None
     scaler: torch.amp.GradScaler
-    still: Sequence[str]
+    resting: Sequence[str]
 
-    def narrow(self, batches: Sequence[Batch], everyone: Sequence[Batch]) -> Softmaxes:
+    def narrow(self, batches: Sequence[Batch], everyone: Sequence[Batch]) -> StepLosses:
         """``batches``: this rank's rows of each micro-batch, ``everyone``: those of all ranks. Returns what the softmaxes came to."""
-        found = Softmaxes()
+        found = StepLosses()
         for batch, whole in zip(batches, everyone, strict=True):
             with nullcontext() if batch is batches[-1] else self.embed.towers.quiet():
                 self._backward(whole, joined_embeddings(self.embed(batch)), found)
         return found
 
-    def cached(self, batches: Sequence[Batch], everyone: Sequence[Batch]) -> tuple[Softmaxes, Tensor]:
+    def cached(self, batches: Sequence[Batch], everyone: Sequence[Batch]) -> tuple[StepLosses, Tensor]:
         """Likewise, with how far the replayed rows were from the first pass's (see ``cached.check_drift``)."""
-        found, towers = Softmaxes(), self.embed.towers
+        found, towers = StepLosses(), self.embed.towers
         scale, token_scale = towers.encoder.scale(), towers.encoder.token_scale()
-        passed = first_pass(self.embed, batches, scale, token_scale, towers.quiet, self.still)
+        passed = first_pass(self.embed, batches, scale, token_scale, towers.quiet, self.resting)
         drift = self._backward(joined(everyone), joined_embeddings(passed.embeddings), found, passed)
         assert drift is not None
         return found, drift
 
-    def _backward(self, whole: Batch, embeddings: Embeddings, found: Softmaxes, passed: FirstPass | None = None) -> Tensor | None:
+    def _backward(self, whole: Batch, embeddings: Embeddings, found: StepLosses, passed: FirstPass | None = None) -> Tensor | None:
         """The loss of one softmax, and back to the parameters."""
         looks = self.reader if self.reader and self.reader.due else None
         terms = self.framework(embeddings, self.fixed.margin_text(whole), whole.texts["full"], top=looks.top if looks else 0)

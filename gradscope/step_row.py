@@ -20,17 +20,17 @@ from gradscope.types import Batch, Term
 
 
 @dataclass
-class Softmaxes:
+class StepLosses:
     """What the softmaxes of one step came to, an entry each: one of a micro-batch, or the one of a cached step."""
 
-    losses: list[Tensor] = field(default_factory=list)  # [] each
+    totals: list[Tensor] = field(default_factory=list)  # [] each
     by_term: list[Tensor] = field(default_factory=list)  # [terms] each: the means over the anchors
     excluded: list[Tensor] = field(default_factory=list)  # [N] each, unless --duplicates keep: see ``_excluded_by_anchor``
     terms: tuple[str, ...] = ()
 
     def add(self, total: Tensor, terms: Sequence[Term]) -> None:
         """``total``: the loss that was propagated."""
-        self.losses.append(total.detach())
+        self.totals.append(total.detach())
         self.by_term.append(torch.stack([term.loss.detach().mean() for term in terms]))
         self.terms = tuple(term.name for term in terms)
         excluded = _excluded_by_anchor(terms[0])
@@ -39,7 +39,7 @@ class Softmaxes:
 
     def numbers(self) -> Tensor:
         """[1 + terms]: the loss and its terms, means over the softmaxes."""
-        return torch.cat([torch.stack(self.losses).mean()[None], torch.stack(self.by_term).mean(dim=0)])
+        return torch.cat([torch.stack(self.totals).mean()[None], torch.stack(self.by_term).mean(dim=0)])
 
     def left_out(self) -> dict[str, int]:
         """Unless --duplicates keep: how many pairs of captions were no negatives of each other; how many anchors had none."""
@@ -53,14 +53,14 @@ class Softmaxes:
 def step_row(
     step: int,
     batches: Batches,
-    softmaxes: Softmaxes,
+    losses: StepLosses,
     encoder: DualEncoder,
     norm: Tensor,
     optimizer: torch.optim.Optimizer,
     everyone: Sequence[Batch],
 ) -> dict[str, Any]:
     """One host transfer, and one more where captions were left out. ``everyone``: the micro-batches of all ranks."""
-    numbers = torch.cat([torch.stack([encoder.scale().detach(), norm]), softmaxes.numbers()])
+    numbers = torch.cat([torch.stack([encoder.scale().detach(), norm]), losses.numbers()])
     scale, grad_norm, loss, *by_term = numbers.double().tolist()
     context = everyone[0].texts["full"].shape[1]
     return {
@@ -68,13 +68,13 @@ def step_row(
         "samples": step * batches.per_step,
         "epoch": batches.epoch_of(step),
         "loss": loss,
-        **{f"loss_{name}": value for name, value in zip(softmaxes.terms, by_term, strict=True)},
+        **{f"loss_{name}": value for name, value in zip(losses.terms, by_term, strict=True)},
         "scale": scale,
         "lr": optimizer.param_groups[0]["lr"],
         "grad_norm": grad_norm,
         "truncated": sum(int((batch.lengths > context).sum()) for batch in everyone),
         "peak_mem": _peak_memory(encoder.device),
-        **softmaxes.left_out(),
+        **losses.left_out(),
     }
 
 

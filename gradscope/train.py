@@ -188,7 +188,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
             fixed=fixed,
             reader=reader,
             scaler=scaler,
-            still=cached.still_towers(encoder),
+            resting=cached.resting_towers(encoder),
         )
         wide = settings.accumulate_mode == "cached"
         compilations = Compilations() if settings.compile else None
@@ -202,23 +202,23 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                 reader.begin(step, (step - 1) * batches.per_step)
             everyone = batches.of_all_ranks(step, micro_batches, wide=wide)  # the rows that each softmax is over
             if wide:
-                softmaxes, drift = step_pass.cached(micro_batches, everyone)
+                losses, drift = step_pass.cached(micro_batches, everyone)
                 if step == first:
                     cached.check_drift(encoder, drift, settings.precision)
             else:
-                softmaxes = step_pass.narrow(micro_batches, everyone)
+                losses = step_pass.narrow(micro_batches, everyone)
             towers.settle()
             scaler.unscale_(optimizer)
             if step == first:
                 _say_untouched(encoder, step, say)
             parameters = list(trainable(encoder).values())
-            _average(parameters, len(softmaxes.losses))
+            _average(parameters, len(losses.totals))
             if reader:
-                reader.accumulated(softmaxes.losses)
+                reader.accumulated(losses.totals)
             norm = parallel.gradient_norm(parameters)
             if settings.grad_clip > 0:
                 parallel.clip(parameters, settings.grad_clip, norm)
-            row = step_row(step, batches, softmaxes, encoder, norm, optimizer, everyone)
+            row = step_row(step, batches, losses, encoder, norm, optimizer, everyone)
             row["negatives_per_anchor"] = recipe.negatives_per_anchor
             if not math.isfinite(row["loss"]):
                 _stop(row, reader, encoder, log)

@@ -55,12 +55,12 @@ def wide_gradient(encoder: DualEncoder, framework: Clip, embeddings: Embeddings)
     return float(total.detach()), gradients(encoder)
 
 
-def cached_gradient(encoder, framework, batches, embed=None, factor=1.0, quiet=None, still=()):
+def cached_gradient(encoder, framework, batches, embed=None, factor=1.0, quiet=None, resting=()):
     """As the loop does it; also how far the replay drifted."""
     encoder.zero_grad(set_to_none=True)
     token_scale = encoder.token_log_scale.exp() if framework.needs_tokens else None
     embed = embed or Embed(towers=Replica(encoder=encoder), precision="fp32", tokens=framework.needs_tokens)
-    passed = cached.first_pass(embed, batches, encoder.scale(), token_scale, **({"quiet": quiet} if quiet else {}), still=still)
+    passed = cached.first_pass(embed, batches, encoder.scale(), token_scale, **({"quiet": quiet} if quiet else {}), resting=resting)
     total = total_loss(framework(passed.embeddings))
     (total * factor).backward()
     drift = passed.replay()
@@ -120,13 +120,13 @@ def test_a_frozen_tower_keeps_its_rows_and_tokens(scenes_folder, small_encoder, 
     encoder = load_encoder(str(small_encoder))
     encoder.add_token_scale()
     freeze(encoder.train().double(), tower)
-    still = cached.still_towers(encoder)
-    assert still == (tower,)
+    resting = cached.resting_towers(encoder)
+    assert resting == (tower,)
     batches = micro_batches(encoder, scenes_folder, 3, 4, secrets.randbits(32))
     batches = [dataclasses.replace(batch, images={"full": batch.images["full"].double()}) for batch in batches]
     framework = Clip(objective=HN(gamma=0.5), token_weight=1.0)
     _, wide = wide_gradient(encoder, framework, encoder.embed(one_batch(batches), tokens=True))
-    _, replayed, drift = cached_gradient(encoder, framework, batches, still=still)
+    _, replayed, drift = cached_gradient(encoder, framework, batches, resting=resting)
     assert drift < 1e-6
     assert_same(replayed, wide, tower)
 

@@ -15,7 +15,7 @@ from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor, nn
 from toy import readings, toy_reader
 
-from gradscope.cached import check_replayable, first_pass, joined, still_towers
+from gradscope.cached import check_replayable, first_pass, joined, resting_towers
 from gradscope.encoders.dual import DualEncoder, evaluating
 from gradscope.encoders.freeze import checkpoint_activations, freeze, image_tower, text_tower_parts
 from gradscope.encoders.load import load_encoder
@@ -376,17 +376,17 @@ def test_cached_accumulation_with_frozen_parts(what, checkpointed):
         for rows in (slice(0, 2), slice(2, 4), slice(4, 6))
     ]
     assert torch.equal(joined(parts).texts["full"], whole.texts["full"])
-    still = still_towers(model.train())
-    assert still == (() if what == "all-but-last-1" else (what,))
+    resting = resting_towers(model.train())
+    assert resting == (() if what == "all-but-last-1" else (what,))
     expected = gradients(model, model.embed(whole))
     runs: list[str] = []
     handles = [_counted_runs(model, tower, runs) for tower in ("image", "text")]
-    passed = first_pass(model.embed, parts, model.scale(), still=still)
+    passed = first_pass(model.embed, parts, model.scale(), resting=resting)
     gradients(model, passed.embeddings)
     assert float(passed.replay()) < 1e-5
     for handle in handles:
         handle.remove()
-    assert {tower: runs.count(tower) for tower in ("image", "text")} == {t: 3 if t in still else 5 for t in ("image", "text")}
+    assert {tower: runs.count(tower) for tower in ("image", "text")} == {t: 3 if t in resting else 5 for t in ("image", "text")}
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert {name for name, g in found.items() if g is not None} == {name for name, g in expected.items() if g is not None}
     same_gradients(found, expected, trains(model))
@@ -401,8 +401,8 @@ def test_a_frozen_tower_that_draws_is_passed_again():
     model = encoder()
     for parameter in model.model.visual.parameters():
         parameter.requires_grad_(False)
-    assert still_towers(model.train()) == ()  # not told to rest: there may be dropout in it
-    assert still_towers(model.eval()) == ("image",)
+    assert resting_towers(model.train()) == ()  # not told to rest: there may be dropout in it
+    assert resting_towers(model.eval()) == ("image",)
 
 
 def test_token_outputs_of_a_frozen_tower_have_no_graph_either():

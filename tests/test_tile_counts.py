@@ -14,7 +14,7 @@ from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, open_tiles
 from gradscope.metrics.hardness_recall import caption_hardness
 from gradscope.metrics.nearest_other import nearest_other
 from gradscope.metrics.ranks import ranks
-from gradscope.metrics.tile_counts import Side
+from gradscope.metrics.tile_counts import TileQueries
 from gradscope.metrics.true_recall import caption_places
 
 EDGE = 1e-14  # two float64 sums of unit rows differ by less
@@ -82,7 +82,7 @@ def test_a_crowded_tile_is_refused() -> None:
     rows = unit(torch.randn(1, 30)).repeat(200, 1)
     known = Gallery.of(rows, rows, torch.arange(200))
     with open_tiles(known, 64) as tiles:
-        side = Side(tiles, known.positive_scores(), tiles.errors[0], dim=1)
+        side = TileQueries(tiles, known.positive_scores(), tiles.errors[0], dim=1)
         assert side.single(tiles.padded(64, 0), 64, 0) is None
         counted = side.double(tiles.double(64, 0), 64, 0)
     assert torch.equal(counted.counts, torch.tensor([[0], [64]]).expand(2, 64))

@@ -28,7 +28,7 @@ from gradscope.cli.train import train
 from gradscope.cli.watch import watch
 from gradscope.cli.what_if import what_if
 from gradscope.cli.zeros import zeros
-from gradscope.launch import Lost, leave_word, only_first_speaks, speak_up, together, wrong_environment
+from gradscope.launch import Lost, leave_for_torchrun, only_first_speaks, speak_up, together, wrong_environment
 
 #: What typer finds wrong with a command line: the parent of all such errors, which it does not export itself.
 UsageError: Any = typer.BadParameter.__base__
@@ -139,7 +139,7 @@ def _refuse_several(words: list[str]) -> None:
 def _say(line: str, *, lost: bool = False) -> None:
     if speak_up(lost=lost):
         _print(line)
-        leave_word(f"gradscope: {line}")
+        leave_for_torchrun(f"gradscope: {line}")
 
 
 def _print(line: str) -> None:
@@ -153,13 +153,13 @@ def _say_usage(error: Any) -> None:
 
     if speak_up():
         rich_format_error(error)
-        leave_word(f"gradscope: {error.format_message()}")
+        leave_for_torchrun(f"gradscope: {error.format_message()}")
 
 
 def _hand_on() -> None:
     """An error that is ours: its traceback is shown by the one that speaks, and by torchrun."""
     if speak_up():
-        leave_word(traceback.format_exc())
+        leave_for_torchrun(traceback.format_exc())
 
 
 def _go_on(words: list[str]) -> str:

@@ -183,7 +183,7 @@ class Tiles:
         self._whole = bool(gallery.good_image.all()), bool(gallery.good_text.all())
         self._left_out_of = _tiles_with_positives(gallery, block) & (not positives)
         rows, columns = (_whole_groups(min(block, len(x))) for x in (gallery.images, gallery.texts))
-        self._memory = _Memory(rows * columns, gallery.images.device)
+        self._memory = _Memory(rows * columns if self.fp32 else 0, gallery.images.device)
 
     def single(self, i: int, j: int) -> Tensor:
         """float32, images from row i and captions from row j; gone when the next is made."""

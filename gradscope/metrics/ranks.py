@@ -31,7 +31,7 @@ from gradscope import distributed
 from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tiles, each_tile, open_tiles
 from gradscope.metrics.pair_sweep import default_block
 from gradscope.metrics.same_rows import refuse_different
-from gradscope.metrics.tile_counts import Counted, Side, settle
+from gradscope.metrics.tile_counts import TileCounts, TileQueries, settle_open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def _counted(gallery: Gallery, best: Tensor, positive: Tensor, block: int, share
     part = (distributed.rank(), distributed.world()) if shared else (0, 1)
     places = list(product(range(0, len(best), block), range(0, len(positive), block)))[part[0] :: part[1]]
     with open_tiles(gallery, block) as tiles:
-        sides = Side(tiles, best, tiles.errors[0], dim=1), Side(tiles, positive, tiles.errors[1], dim=0)
+        sides = TileQueries(tiles, best, tiles.errors[0], dim=1), TileQueries(tiles, positive, tiles.errors[1], dim=0)
         sums = [side.empty() for side in sides]
         with each_tile(lambda place: _tile_counts(tiles, sides, *place), places, len(places), best.device) as found:
             for both in found:
@@ -112,13 +112,13 @@ def _counted(gallery: Gallery, best: Tensor, positive: Tensor, block: int, share
 
 
 @torch.no_grad()
-def _tile_counts(tiles: Tiles, sides: tuple[Side, Side], i: int, j: int) -> list[Counted]:
+def _tile_counts(tiles: Tiles, sides: tuple[TileQueries, TileQueries], i: int, j: int) -> list[TileCounts]:
     """One tile, for both directions: fp32 unless that leaves too much open."""
     if tiles.fp32:
         tile = tiles.padded(i, j)
         found = [one for side in sides if (one := side.single(tile, i, j)) is not None]
         if len(found) == len(sides):
-            settle(tiles, found)
+            settle_open(tiles, found)
             return found
     wide = tiles.double(i, j)
     return [side.double(wide, i, j) for side in sides]

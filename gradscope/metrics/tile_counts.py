@@ -52,16 +52,16 @@ class Levels:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Counted:
+class TileCounts:
     """What one tile adds to the counts of some queries."""
 
     queries: slice | Tensor  # of the side
     counts: Tensor  # whole numbers [2, queries] in any dtype, above and reached
-    open: Open | None = None
+    open: OpenScores | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Open:
+class OpenScores:
     """Scores [K] that were counted as reached and not as above, and may be neither or both."""
 
     query: Tensor  # int64, among the queries of the counts
@@ -71,7 +71,7 @@ class Open:
     error: Tensor  # float64
 
 
-class Side:
+class TileQueries:
     """Q queries that lie in the rows (``dim`` 1) or the columns (``dim`` 0) of tiles. May be used by several threads."""
 
     def __init__(self, tiles: Tiles, score: Tensor, error: Tensor, dim: int) -> None:
@@ -86,14 +86,14 @@ class Side:
         """float64 [2, Q and some]: no counts yet."""
         return self.levels.level.new_zeros(2, len(self.levels.level))
 
-    def single(self, tile: Tensor, i: int, j: int) -> Counted | None:
+    def single(self, tile: Tensor, i: int, j: int) -> TileCounts | None:
         """The counts of a padded fp32 tile that starts at image i and caption j; None if it is crowded."""
         start = i if self.dim else j
         queries = slice(start, start + tile.shape[1 - self.dim])
         some = self._reaching(tile, self.levels.low[queries])
         return self.among(tile, i, j, some, queries if some is None else start + some)
 
-    def among(self, tile: Tensor, i: int, j: int, lines: Tensor | None, queries: slice | Tensor) -> Counted | None:
+    def among(self, tile: Tensor, i: int, j: int, lines: Tensor | None, queries: slice | Tensor) -> TileCounts | None:
         """The same for some queries, the scores of each in one of the ``lines`` (rows or columns) of the tile; in all if None."""
         tile = tile if lines is None else tile.index_select(1 - self.dim, lines)
         own = self.levels[queries]
@@ -103,18 +103,18 @@ class Side:
             return None
         counts = beyond.sum(1 + self.dim)
         if not unsure:
-            return Counted(queries=queries, counts=counts)
+            return TileCounts(queries=queries, counts=counts)
         query, candidate = self._open_cells(tile, differ, own)
         line = query if lines is None else lines[query]
         image, text = (line, candidate) if self.dim else (candidate, line)
-        unsettled = Open(query=query, image=i + image, text=j + text, level=own.level[query], error=own.error[query])
-        return Counted(queries=queries, counts=counts, open=unsettled)
+        unsettled = OpenScores(query=query, image=i + image, text=j + text, level=own.level[query], error=own.error[query])
+        return TileCounts(queries=queries, counts=counts, open=unsettled)
 
-    def double(self, tile: Tensor, i: int, j: int) -> Counted:
+    def double(self, tile: Tensor, i: int, j: int) -> TileCounts:
         """The counts of a float64 tile."""
         start = i if self.dim else j
         queries = slice(start, start + tile.shape[1 - self.dim])
-        return Counted(queries=queries, counts=double_counts(tile, self.levels.level[queries], self.dim))
+        return TileCounts(queries=queries, counts=double_counts(tile, self.levels.level[queries], self.dim))
 
     def _reaching(self, tile: Tensor, low: Tensor) -> Tensor | None:
         """Queries that any score of the tile reaches, where they are few; else None, and the next tiles are not asked."""
@@ -156,7 +156,7 @@ def double_counts(tile: Tensor, level: Tensor, dim: int) -> Tensor:
     return torch.stack([(tile > level + TIE_TOLERANCE).sum(dim), (tile >= level - TIE_TOLERANCE).sum(dim)])
 
 
-def settle(tiles: Tiles, counted: Sequence[Counted]) -> None:
+def settle_open(tiles: Tiles, counted: Sequence[TileCounts]) -> None:
     """Puts right what was counted of scores that are open, of all at a time."""
     left = [(one.counts, one.open) for one in counted if one.open is not None]
     if not left:

@@ -26,7 +26,7 @@ from gradscope.metrics.bootstrap import RESAMPLES, mean_interval
 from gradscope.metrics.gallery_scores import Gallery, Tiles, each_tile, open_tiles
 from gradscope.metrics.pair_sweep import default_block
 from gradscope.metrics.recall import MetricRow
-from gradscope.metrics.tile_counts import Counted, Side, double_counts, settle
+from gradscope.metrics.tile_counts import TileCounts, TileQueries, double_counts, settle_open
 
 DEPTHS = (1, 5, 10)
 PROTOCOL = "every caption is a candidate; fraction of the image's captions within k; ties in random order"
@@ -73,7 +73,7 @@ def caption_places(
     queries = _Queries.of(gallery.owner)
     places = list(product(range(0, len(images), block), range(0, len(texts), block)))
     with open_tiles(gallery, block, positives=True) as tiles:
-        side = Side(tiles, positive[queries.caption], tiles.errors[0][gallery.owner[queries.caption]], dim=1)
+        side = TileQueries(tiles, positive[queries.caption], tiles.errors[0][gallery.owner[queries.caption]], dim=1)
         total = side.empty()
         with each_tile(lambda place: _tile_counts(tiles, side, queries, *place), places, len(places), total.device) as found:
             for one in chain.from_iterable(found):
@@ -107,7 +107,7 @@ class _Queries:
 
 
 @torch.no_grad()
-def _tile_counts(tiles: Tiles, side: Side, queries: _Queries, i: int, j: int) -> list[Counted]:
+def _tile_counts(tiles: Tiles, side: TileQueries, queries: _Queries, i: int, j: int) -> list[TileCounts]:
     """One tile against one caption of each image at a time: fp32 unless that leaves too much open."""
     rows = slice(i, i + tiles.block)
     if tiles.fp32:
@@ -119,9 +119,9 @@ def _tile_counts(tiles: Tiles, side: Side, queries: _Queries, i: int, j: int) ->
             if len(reached):
                 found.append(side.among(tile, i, j, line[reached], query[reached]))
         if (whole := [one for one in found if one is not None]) == found:
-            settle(tiles, whole)
+            settle_open(tiles, whole)
             return whole
     wide = tiles.double(i, j)
     return [
-        Counted(queries=query, counts=double_counts(wide[line], side.levels.level[query], 1)) for line, query in queries.turns(rows)
+        TileCounts(queries=query, counts=double_counts(wide[line], side.levels.level[query], 1)) for line, query in queries.turns(rows)
     ]
