@@ -128,6 +128,7 @@ def summed_rows(rows: Tensor) -> Tensor:
         return rows
     import torch.distributed as dist
 
+    _refuse_failed()
     own = rows.new_empty(len(rows) // world(), *rows.shape[1:])
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name, which newer torch warns of
     scatter(own, rows.contiguous())
@@ -194,7 +195,8 @@ class FailedElsewhereError(RuntimeError):
 @contextmanager
 def failing_together() -> Iterator[None]:
     """What fails on one rank inside the block raises ``FailedElsewhereError`` on the others: at their next gather or sum, which would
-    wait for ever, or at the end of the block. A collective itself, for processes that may send what lies on the host."""
+    wait for ever, or at the end of the block. A collective itself, for processes that may send what lies on the host. On a GPU a
+    backward runs in a thread of its own, and the sums in it are not covered."""
     token = _asking.set(world() > 1)
     try:
         yield

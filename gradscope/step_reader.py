@@ -231,27 +231,34 @@ class StepReader:
         self.heads.gradients = any(map(needs_gradients, self.quantities.values()))
         alone = len(terms) == 1  # then the trained objective's gradient is simply what the backward leaves in .grad
         try:
-            known = self._known(embeddings, observed, alone)
+            with self._together(self.dealt):
+                known = self._known(embeddings, observed, alone)
             grads = self._param_grads(embeddings, observed, known, bool(terms), replayed) if own_grad else {}
-            self._opened = _Open(
-                embeddings=embeddings,
-                observed=observed,
-                terms=terms,
-                unscale=unscale,
-                known=known,
-                param_grads=grads,
-                own_grad=own_grad,
-            )
+        except FailedElsewhereError:  # which ``flush`` hears of
+            return
         except Exception as error:  # a diagnostic must never end a training run: it goes on unwatched
             self.fail("heads", error)
             return
-        watched = {"image": embeddings.image, "text": embeddings.text}
-        if alone and terms[0].scores is not None:
-            watched["logits"] = terms[0].scores.logits
-        watched = {name: tensor for name, tensor in watched.items() if tensor.requires_grad}
-        self._opened.watched = frozenset(watched)
-        self._opened.handles += [_keep(self._opened.kept, name, tensor, self._set_out) for name, tensor in watched.items()]
+        self._opened = _Open(
+            embeddings=embeddings,
+            observed=observed,
+            terms=terms,
+            unscale=unscale,
+            known=known,
+            param_grads=grads,
+            own_grad=own_grad,
+        )
+        self._watch(self._opened, logits=alone)
         self._replayed = grads if replayed else {}
+
+    def _watch(self, opened: _Open, *, logits: bool) -> None:
+        """Keeps the gradients that will pass by."""
+        watched = {"image": opened.embeddings.image, "text": opened.embeddings.text}
+        if logits and opened.terms[0].scores is not None:
+            watched["logits"] = opened.terms[0].scores.logits
+        watched = {name: tensor for name, tensor in watched.items() if tensor.requires_grad}
+        opened.watched = frozenset(watched)
+        opened.handles += [_keep(opened.kept, name, tensor, self._set_out) for name, tensor in watched.items()]
 
     @property
     def opened(self) -> bool:
@@ -277,7 +284,7 @@ class StepReader:
         may not exist before the first backward. ``alone``: whether that backward was of this batch only."""
         opened = self._opened
         self.abandon()
-        if not self._everywhere(opened) or opened is None:
+        if not self._on_all_ranks(opened) or opened is None:
             return
         opened.fresh = opened.fresh and alone and any(p.grad is not None for p in self.parameters)
         opened.unscale = opened.unscale if unscale is None else unscale
@@ -296,7 +303,7 @@ class StepReader:
         """For what is put together from parts of ``several`` ranks."""
         return failing_together() if several else nullcontext()
 
-    def _everywhere(self, opened: _Open | None) -> bool:
+    def _on_all_ranks(self, opened: _Open | None) -> bool:
         """Whether every rank has the measured batch; gradients over the parameters that one of them lacks are forgotten. What failed
         on one rank would leave the others waiting in the collectives to come."""
         if not (self.dealt and self._probed):

@@ -30,6 +30,7 @@ from gradscope.data.batching import Batches
 from gradscope.data.source import open_data
 from gradscope.encoders.load import load_encoder
 from gradscope.evaluate import evaluate
+from gradscope.objectives.infonce import InfoNCE
 from gradscope.quantities.accumulation import Accumulation
 from gradscope.quantities.saturation import Saturation
 from gradscope.recipe import Recipe, Train, resolve
@@ -143,6 +144,7 @@ def two(scenes: Path, encoder: Path, dropout: Path, folder: Path) -> None:
         run(settings, folder / f"{name} again", optimizer=None, resume=True)
     a_loss_that_is_no_number(scenes, encoder, folder / "nan")
     a_probe_that_fails_on_the_second_rank(scenes, encoder, folder / "failing")
+    a_streamed_probe_that_fails_on_the_second_rank(scenes, encoder, folder / "failing streamed")
     a_sharded_probe_that_fails_on_the_second_rank(scenes, encoder, folder / "failing in shards")
 
 
@@ -238,6 +240,21 @@ def a_probe_that_fails_on_the_second_rank(scenes: Path, encoder: Path, output: P
         patch.setattr(StepReader, "replaying", without_graph)
         patch.setattr(StepReader, "_known", out_of_memory)
         run(recipe(scenes, encoder, RUNS["cached"]), output)
+
+
+def a_streamed_probe_that_fails_on_the_second_rank(scenes: Path, encoder: Path, output: Path) -> None:
+    """At the first probed step, the objective that is not trained: the others would wait in the sums of its softmax."""
+    streamed, calls = InfoNCE.streamed, []
+
+    def broken(self: InfoNCE, *args: Any, **settings: Any) -> Any:
+        calls.append(0)
+        if distributed.rank() and len(calls) == 1:
+            raise MemoryError("broken on purpose")
+        return streamed(self, *args, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InfoNCE, "streamed", broken)
+        run(recipe(scenes, encoder, RUNS["streaming"]), output)
 
 
 def a_sharded_probe_that_fails_on_the_second_rank(scenes: Path, encoder: Path, output: Path) -> None:
@@ -358,6 +375,15 @@ def test_what_fails_on_another_rank_is_counted_and_said(several):
     assert first.query("quantity == 'gradient' and term == 'hn'").empty  # a mean over ranks of which one is missing
     whole, watched = weights(several / "cached"), weights(several / "failing")
     assert all(torch.equal(whole[name], watched[name]) for name in whole)  # and training went on
+
+
+def test_a_streamed_objective_that_fails_on_one_rank_leaves_none_waiting(several):
+    found = Run(several / "failing streamed").readings
+    failed = found[found["key"] == "failed"]
+    assert list(zip(failed["step"], failed["quantity"], failed["value"], strict=True)) == [(1, "heads", 1.0)]
+    assert set(found[found["quantity"] == "loss"]["step"]) == {3}
+    whole, watched = weights(several / "streaming"), weights(several / "failing streamed")
+    assert all(torch.equal(whole[name], watched[name]) for name in whole)
 
 
 def test_what_fails_on_one_rank_of_a_sharded_run_leaves_none_waiting(several):

@@ -142,3 +142,19 @@ def test_geometry_does_not_depend_on_the_threads() -> None:
         assert other.hardest_index.tolist() == found[0].hardest_index.tolist()
         assert other.near_counts.tolist() == found[0].near_counts.tolist()
         assert other.top_pairs == found[0].top_pairs
+
+
+def test_training_has_the_same_bits_beside_tiles() -> None:
+    """What a loop computes before and after an evaluation in it."""
+    x, w = torch.randn(37, 129), torch.randn(129, 515, requires_grad=True)
+
+    def step() -> list[torch.Tensor]:
+        loss = torch.log_softmax(x @ w, dim=1).square().mean()
+        return [loss.detach(), *torch.autograd.grad(loss, w)]
+
+    for threads in (2, 3):
+        with torch_threads(threads):
+            before = step()
+            with in_order(slow_start, range(20), CPU) as found:
+                list(found)
+            assert all(map(torch.equal, before, step()))

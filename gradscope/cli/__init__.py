@@ -112,14 +112,11 @@ def main() -> None:
         _say(str(error), lost=isinstance(error, Lost))
         sys.exit(2)
     except OSError as error:
-        if error.errno in NO_ROOM:
-            where = f"'{error.filename}'" if error.filename else "a file"
-            _say(f"{where} cannot be written: {error.strerror}; make room; {_go_on(sys.argv[1:])}")
-            sys.exit(2)
-        if error.filename is None:
+        line = _of_a_file(error)
+        if not line:
             _hand_on()
             raise
-        _say(f"'{error.filename}' cannot be read or written: {error.strerror}; check the path and its rights")
+        _say(line)
         sys.exit(2)
     except Exception:
         _hand_on()
@@ -134,6 +131,16 @@ def _refuse_several(words: list[str]) -> None:
     if together() and words and words[0] not in TOGETHER and not words[0].startswith("-"):
         several = f"{', '.join(TOGETHER[:-1])} and {TOGETHER[-1]}"
         raise ValueError(f"{words[0]} runs as one process; only {several} work on several (torchrun). Start it without torchrun")
+
+
+def _of_a_file(error: OSError) -> str:
+    """What to say of a file or a disk; "" where no file is named."""
+    if error.errno in NO_ROOM:
+        where = f"'{error.filename}'" if error.filename else "a file"
+        return f"{where} cannot be written: {error.strerror}; make room; {_go_on(sys.argv[1:])}"
+    if error.filename is None:
+        return ""
+    return f"'{error.filename}' cannot be read or written: {error.strerror}; check the path and its rights"
 
 
 def _say(line: str, *, lost: bool = False) -> None:
