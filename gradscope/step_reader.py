@@ -331,15 +331,20 @@ class StepReader:
     def _param_grads(
         self, embeddings: Embeddings, observed: Observed, known: dict[str, Watched], ours: bool, replayed: bool
     ) -> dict[str, list[Tensor | None]]:
-        """Their gradients over all parameters. In a loop that is not ours, the trained one's is read from ``.grad`` afterwards."""
+        """Their gradients over all parameters. In a loop that is not ours, the trained one's is read from ``.grad`` afterwards.
+
+        One that fails (a compiled graph may let no second backward through) is said, and leaves the step its other readings.
+        """
         if not self.needs("param_grads") or (ours and self.sharded):
             return {}
+        found: dict[str, list[Tensor | None]] = {}
         with self._timed("second backward"):
-            return {
-                name: self.heads.through_towers(embeddings, watched, self.parameters, observed.rows, replayed=replayed)
-                for name, watched in known.items()
-                if (ours if name == self.heads.trained else self.second_backward)
-            }
+            for name in [name for name in known if (ours if name == self.heads.trained else self.second_backward)]:
+                try:
+                    found[name] = self.heads.through_towers(embeddings, known[name], self.parameters, observed.rows, replayed=replayed)
+                except Exception as error:
+                    self.fail("second backward", error)
+        return found
 
     def _measured(self, opened: _Open) -> Step:
         """The step as the quantities see it, from what was known before the backward and what passed by during it."""

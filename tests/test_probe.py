@@ -245,6 +245,40 @@ def test_compiled_module_has_no_graph_break_and_the_same_readings(fullgraph: boo
     assert probe.reader.names == expected.reader.names  # no prefix of the wrapper
 
 
+class OnePass(torch.autograd.Function):
+    """Lets no second backward through, as graphs do whose compiler reuses what they saved."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError("compiled with donated buffers")
+        return gradient
+
+
+def test_a_graph_that_lets_no_second_backward_through_costs_that_reading_only(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, model = Towers(), Towers()
+    once = model.register_forward_hook(lambda module, inputs, output: (OnePass.apply(output[0]), *output[1:]))
+    last = []
+    for towers in (plain, model):
+        with Probe(towers, probe_set="full", every=1, second_backward=True) as probe:
+            run(towers, sgd(towers), steps=2)
+        last.append(probe.last)
+    once.remove()
+    lost = {key for key in last[0] if key not in last[1]}
+    assert ("gradient", "hn", "norm") in lost
+    assert {key[1] for key in lost} <= {"hn", "pair"}
+    assert last[1]["second backward", "", "failed"] == 1
+    for key in (("gradient", "infonce", "norm"), ("loss", "hn", "true"), ("zeros", "infonce", "entries.parameters")):
+        assert last[1][key] == last[0][key], key
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "step 1: 'second backward' of the probe failed: RuntimeError: compiled with donated buffers" in said
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 def test_a_hook_that_the_compiler_made_a_no_op_is_said_aloud(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     model = Towers()
