@@ -16,6 +16,7 @@ from gradscope.metrics.nearest_other import nearest_other
 from gradscope.metrics.ranks import ranks
 from gradscope.metrics.tile_counts import TileQueries
 from gradscope.metrics.true_recall import caption_places
+from gradscope.metrics.winners import winners
 
 EDGE = 1e-14  # two float64 sums of unit rows differ by less
 
@@ -146,3 +147,24 @@ def test_the_nearest_of_captions_that_are_all_alike_or_of_any_length(dtype: torc
     scores = (rows.double() @ rows.double().T).masked_fill(owner[:, None] == owner, -torch.inf)
     assert torch.allclose(nearest_other(rows, owner, block=64), scores.amax(1), rtol=1e-12, atol=1e-12)
     assert torch.isneginf(nearest_other(rows, torch.zeros(200, dtype=torch.int64), block=64)).all()
+
+
+# ---- who won
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_rivals_are_those_of_float64(alike: bool, threads: int) -> None:
+    """Beside a row that is not finite; where all are alike every tile is float64, and the first of another image is named."""
+    images, texts, owner = unit(torch.randn(90, 96)), unit(torch.randn(300, 96)), owners(90, 300)
+    if alike:
+        images, texts = images[:1].repeat(90, 1), texts[:1].repeat(300, 1)
+    texts[7] = torch.nan
+    found = winners(images, texts, owner, block=50)
+    texts[7] = 0.0
+    scores = (images.double() @ texts.double().T).masked_fill(owner == torch.arange(90)[:, None], -torch.inf)
+    scores[:, 7] = -torch.inf
+    for won, s in zip(found, (scores, scores.T), strict=True):
+        best = s.amax(1)
+        first = (s >= best[:, None] - TIE_TOLERANCE).byte().argmax(1).where(best.isfinite(), -1)
+        assert torch.allclose(torch.from_numpy(won.rival_score), best, rtol=0, atol=EDGE)
+        assert torch.equal(torch.from_numpy(won.rival), first)

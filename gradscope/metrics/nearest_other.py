@@ -10,24 +10,14 @@ How it can mislead: where more than ``CROWDED`` of a tile may be the largest (ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradscope.metrics.gallery_scores import CROWDED, Gallery, Tiles, each_tile, open_tiles
+from gradscope.metrics.gallery_scores import Gallery, Tiles, each_tile, open_tiles
 from gradscope.metrics.pair_sweep import block_pairs, default_block, number_of_pairs
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Job:
-    """A tile, and what was known of its rows and columns when it was handed out: less than now is safe, and changes the last digit
-    at most."""
-
-    i: int
-    j: int
-    known: tuple[Tensor, Tensor]  # float64, of the rows and of the columns
+from gradscope.metrics.tile_leaders import Job, few, jobs, leaders
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,29 +41,24 @@ def nearest_other(texts: Tensor, image_of_text: Tensor, *, block: int | None = N
     image, block = image_of_text.to(device), block or default_block(device)
     best = torch.full((len(texts),), -torch.inf, dtype=torch.float64, device=device)
     with open_tiles(gallery, block) as tiles:
-        jobs, number = _jobs(best, block), number_of_pairs(len(texts), block)
-        with each_tile(lambda job: _look(tiles, image, job), jobs, number, device) as found:
+        todo, number = jobs(block_pairs(len(texts), block), block, best, best), number_of_pairs(len(texts), block)
+        with each_tile(lambda job: _look(tiles, image, job), todo, number, device) as found:
             for both in found:
                 for one in both:
                     best.scatter_reduce_(0, one.row, one.score, "amax")
     return best
 
 
-def _jobs(best: Tensor, block: int) -> Iterator[_Job]:
-    for i, j in block_pairs(len(best), block):
-        yield _Job(i=i, j=j, known=(best[i : i + block].clone(), best[j : j + block].clone()))
-
-
 @torch.no_grad()
-def _look(tiles: Tiles, image: Tensor, job: _Job) -> list[_Scores]:
+def _look(tiles: Tiles, image: Tensor, job: Job) -> list[_Scores]:
     """What one tile says of its rows, and off the diagonal of its columns: from fp32 unless that leaves too much open."""
     i, j = job.i, job.j
     dims = (1,) if i == j else (1, 0)
     if tiles.fp32:
         tile = _of_others(tiles.single(i, j), image[i:], image[j:])
         errors = tiles.errors[0][i:], tiles.errors[0][j:]
-        cells = [_candidates(tile, job.known[1 - dim], errors[1 - dim][: tile.shape[1 - dim]], dim) for dim in dims]
-        if sum(len(row) for row, _ in cells) <= CROWDED * tile.numel():
+        cells = [leaders(tile, job.known[1 - dim], errors[1 - dim][: tile.shape[1 - dim]], dim) for dim in dims]
+        if few(cells, tile):
             return [
                 _Scores(row=(i + row, j + column)[1 - dim], score=tiles.gallery.exact(i + row, j + column))
                 for dim, (row, column) in zip(dims, cells, strict=True)
@@ -89,13 +74,3 @@ def _of_others(tile: Tensor, image_of_row: Tensor, image_of_column: Tensor) -> T
     at, column = torch.nonzero(rows[some, None] == columns, as_tuple=True)
     tile[some[at], column] = -torch.inf
     return tile
-
-
-def _candidates(tile: Tensor, known: Tensor, error: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """int64 [K] each, row and column of the scores that may be the largest of their row (``dim`` 1) or column, above ``known``."""
-    top = tile.amax(dim).double()
-    some = torch.nonzero((top + error > known) & torch.isfinite(top))[:, 0]
-    floor = top[some] - 2.0 * error[some] - top[some].abs() * 2.0**-22  # for its rounding to fp32
-    part, bound = tile.index_select(1 - dim, some), floor.float()
-    place = torch.nonzero(part >= (bound[:, None] if dim else bound), as_tuple=True)
-    return (some[place[0]], place[1]) if dim else (place[0], some[place[1]])

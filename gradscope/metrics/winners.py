@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradscope.metrics.gallery_scores import CROWDED, TIE_TOLERANCE, Gallery, Tiles, open_tiles
+from gradscope.metrics.gallery_scores import TIE_TOLERANCE, Gallery, Tiles, each_tile, open_tiles
 from gradscope.metrics.pair_sweep import default_block
+from gradscope.metrics.tile_leaders import Job, few, jobs, leaders
 
 _NOBODY = torch.iinfo(torch.int64).max
 
@@ -56,36 +57,61 @@ class Winners:
 
 @torch.no_grad()
 def winners(images: Tensor, texts: Tensor, image_of_text: Tensor, *, block: int | None = None) -> tuple[Winners, Winners]:
-    """(image -> text, text -> image). Memory is O(block * (block + D)), ``block`` as in ``ranks``. Raises ValueError as that does."""
+    """(image -> text, text -> image). ``block``, and so memory, as in ``ranks``. Raises ValueError as that does."""
     gallery = Gallery.of(images, texts, image_of_text)
     block = block or default_block(gallery.images.device)
     truth_i2t, truth_t2i = _truths(gallery)
     device = gallery.images.device
-    rivals = _Best(len(images), device), _Best(len(texts), device)
+    by_image, by_text = _Best(len(images), device), _Best(len(texts), device)
+    places = list(product(range(0, len(images), block), range(0, len(texts), block)))
     with open_tiles(gallery, block) as tiles:
-        for i, j in product(range(0, len(images), block), range(0, len(texts), block)):
-            _take(tiles, i, j, *rivals)
-    return _winners("i2t", truth_i2t, rivals[0]), _winners("t2i", truth_t2i, rivals[1])
+        todo = jobs(places, block, by_image.score, by_text.score)
+        with each_tile(lambda job: _look(tiles, job), todo, len(places), device) as found:
+            for images_found, texts_found in found:
+                by_image.take(images_found)
+                by_text.take(texts_found)
+    return _winners("i2t", truth_i2t, by_image), _winners("t2i", truth_t2i, by_text)
 
 
-def _take(tiles: Tiles, i: int, j: int, by_image: _Best, by_text: _Best) -> None:
-    """One tile, for both directions: fp32 unless that leaves too much open."""
-    rows, columns = slice(i, i + tiles.block), slice(j, j + tiles.block)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """Of some queries of a tile, each once: the best score there, and the first candidate tied with it. [K] each."""
+
+    query: Tensor  # int64
+    candidate: Tensor  # int64
+    score: Tensor  # float64
+
+
+@torch.no_grad()
+def _look(tiles: Tiles, job: Job) -> list[_Found]:
+    """What one tile says of its images and of its captions, where it may be news: from fp32 unless that leaves too much open."""
     if tiles.fp32:
-        tile = tiles.single(i, j)
-        rivals = (
-            by_image.rivals(rows, tile, tiles.errors[0][rows]),
-            by_text.rivals(columns, tile.T, tiles.errors[1][columns]),
-        )
-        if sum(len(query) for query, _ in rivals) <= CROWDED * tile.numel():
-            (image, text), (caption, picture) = rivals
-            by_image.take(i + image, j + text, tiles.gallery.exact(i + image, j + text))
-            by_text.take(j + caption, i + picture, tiles.gallery.exact(i + picture, j + caption))
-            return
-    wide = tiles.double(i, j)
-    for best, part, scores, start in ((by_image, rows, wide, (i, j)), (by_text, columns, wide.T, (j, i))):
-        query, candidate = best.rivals(part, scores, torch.zeros_like(scores[:, 0]))
-        best.take(start[0] + query, start[1] + candidate, scores[query, candidate])
+        tile = tiles.single(job.i, job.j)
+        errors = tiles.errors[0][job.i :], tiles.errors[1][job.j :]
+        sides = zip(job.known, errors, (1, 0), strict=True)
+        cells = [leaders(tile, known, error[: len(known)], dim, tie=TIE_TOLERANCE) for known, error, dim in sides]
+        if few(cells, tile):
+            pairs = [(job.i + row, job.j + column) for row, column in cells]
+            return [_first_best(*pair[::turn], tiles.gallery.exact(*pair)) for pair, turn in zip(pairs, (1, -1), strict=True)]
+    wide = tiles.double(job.i, job.j)
+    return [_first_of_all(wide, job.i, job.j), _first_of_all(wide.T, job.j, job.i)]
+
+
+def _first_best(query: Tensor, candidate: Tensor, score: Tensor) -> _Found:
+    """Of pairs [K]; all that a query has of its best in the tile are among them."""
+    rows, place = query.unique(return_inverse=True)
+    best = torch.full(rows.shape, -torch.inf, dtype=torch.float64, device=rows.device).scatter_reduce_(0, place, score, "amax")
+    # Rounding separates equal embeddings in the last digit, so the first within the tolerance is named.
+    tied = score >= best[place] - TIE_TOLERANCE
+    first = torch.full_like(rows, _NOBODY).scatter_reduce_(0, place[tied], candidate[tied], "amin")
+    return _Found(query=rows, candidate=first, score=best)
+
+
+def _first_of_all(scores: Tensor, query: int, candidate: int) -> _Found:
+    """Of a float64 tile that starts at a query and a candidate, queries in its rows."""
+    best = scores.amax(1)
+    first = (scores >= best[:, None] - TIE_TOLERANCE).byte().argmax(1)
+    return _Found(query=query + torch.arange(len(best), device=best.device), candidate=candidate + first, score=best)
 
 
 def _truths(gallery: Gallery) -> tuple[_Best, _Best]:
@@ -107,29 +133,11 @@ class _Best:
         self.score = torch.full((queries,), -torch.inf, dtype=torch.float64, device=device)
         self.index = torch.full((queries,), -1, dtype=torch.int64, device=device)
 
-    def rivals(self, queries: slice, scores: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """(query, candidate) [K], numbers in a tile, of all that may be better than what is known, and the best there or tied with it.
-
-        ``scores`` [Q, C] are right to within ``error`` [Q]. Few queries improve after the first tiles.
-        """
-        top = scores.amax(1).double()
-        some = torch.nonzero((top + error > self.score[queries] + TIE_TOLERANCE) & torch.isfinite(top))[:, 0]
-        floor = top[some] - 2.0 * error[some] - TIE_TOLERANCE
-        if scores.dtype == torch.float32:
-            floor -= top[some].abs() * 2.0**-22  # for its rounding
-        place, candidate = torch.nonzero(scores[some] >= floor.to(scores.dtype)[:, None], as_tuple=True)
-        return some[place], candidate
-
-    def take(self, query: Tensor, candidate: Tensor, score: Tensor) -> None:
-        """float64 scores [K] of pairs of row numbers; all that a query has of its best in this tile are among them."""
-        rows, place = query.unique(return_inverse=True)
-        best = torch.full(rows.shape, -torch.inf, dtype=torch.float64, device=rows.device).scatter_reduce_(0, place, score, "amax")
-        tied = score >= best[place] - TIE_TOLERANCE
-        # Rounding separates equal embeddings in the last digit, so the first within the tolerance is named.
-        first = torch.full_like(rows, _NOBODY).scatter_reduce_(0, place[tied], candidate[tied], "amin")
-        better = best > self.score[rows] + TIE_TOLERANCE
-        self.score[rows[better]] = best[better]
-        self.index[rows[better]] = first[better]
+    def take(self, found: _Found) -> None:
+        """What the next tile says."""
+        better = found.score > self.score[found.query] + TIE_TOLERANCE
+        query = found.query[better]
+        self.score[query], self.index[query] = found.score[better], found.candidate[better]
 
 
 def _winners(direction: str, truth: _Best, rival: _Best) -> Winners:
