@@ -448,6 +448,22 @@ def test_a_rate_of_zero_guesses(tmp_path: Path) -> None:
     assert next(f for f in diagnosis.findings if f.id == "GS016").cause.startswith("The learning rate is 0")
 
 
+def test_the_step_whose_gradient_is_not_finite_is_named_and_not_the_next(tmp_path: Path) -> None:
+    """The weights are spoilt by step 5's batch, whose loss is finite; the loss of step 6 is the first that is not."""
+    steps = iter(range(1, 100))
+
+    def infinite(towers: Towers) -> None:
+        def hook(gradient: Tensor) -> Tensor:
+            return gradient * math.inf if next(steps) == 5 else gradient
+
+        next(towers.image.parameters()).register_hook(hook)
+
+    diagnosis = Loop(change=infinite)(tmp_path / "run")
+    finding = next(f for f in diagnosis.findings if f.id == "GS025")
+    assert "accumulation/norm of total, first at step 5" in finding.evidence[0].where
+    assert "loss/trained of infonce, first at step 6" in finding.evidence[1].where
+
+
 def test_a_loss_that_overflows_every_third_step(tmp_path: Path) -> None:
     """The GradScaler skips those steps; the probe sees that, and only probed and skipped steps have a row."""
     towers, scaler = Towers(), torch.amp.GradScaler("cpu", init_scale=1024.0)

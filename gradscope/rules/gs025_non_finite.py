@@ -34,8 +34,10 @@ class NonFinite:
     least: int = 1
 
     def __call__(self, view: View) -> Finding | None:
-        columns = () if "loop" in view.facts else COLUMNS  # as for View.logged_loss
-        series = [view.column(name) for name in columns]
+        if "loop" in view.facts:  # as for View.logged_loss
+            series = [view.reading("accumulation", "norm", "total")]
+        else:
+            series = [view.column(name) for name in COLUMNS]
         series += [view.reading("loss", "trained", view.term), view.reading("scale", "value"), *_recalls(view)]
         if not any(s.values.size for s in series):
             view.column("loss").whole(self.least)
@@ -62,7 +64,7 @@ def _recalls(view: View) -> list[Series]:
 
 
 def _bad(series: Series, view: View) -> list[Evidence]:
-    skipped = view.column("skipped")
+    skipped = view.skipped()
     kept = ~np.isin(series.steps, skipped.steps[skipped.values > 0])
     bad = kept & ~np.isfinite(series.values)
     if not bad.any():
