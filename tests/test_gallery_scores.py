@@ -242,3 +242,13 @@ def test_rows_that_are_not_finite_win_nothing():
     scores = (images[keep].double() @ texts.double().T).masked_fill(keep[:, None] == torch.arange(150), -torch.inf)
     assert torch.equal(torch.from_numpy(t2i.rival), keep[scores.argmax(0)])
     assert torch.equal(torch.from_numpy(i2t.rival)[keep], scores.argmax(1))
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_the_rival_s_score_is_the_largest_also_where_one_in_another_tile_ties_and_is_named(fp32: bool):
+    rows = 140 if fp32 else 100  # fewer scores are float64 at once
+    images, texts = unit(torch.randn(rows, 24).double()), unit(torch.randn(rows, 24).double())
+    texts[2], texts[90] = images[0], images[0] * (1 + 5e-13)
+    i2t, _ = winners(images, texts, torch.arange(rows), block=64)
+    assert i2t.rival[0] == 2
+    assert i2t.rival_score[0] == pytest.approx(1 + 5e-13, abs=1e-14)

@@ -35,12 +35,12 @@ def jobs(places: Iterable[tuple[int, int]], block: int, by_row: Tensor, by_colum
 
 
 def leaders(tile: Tensor, known: Tensor, error: Tensor, dim: int, *, tie: float = 0.0) -> Cells:
-    """The cells that may be the largest of their row (``dim`` 1) or column, above ``known``, or within ``tie`` of it.
+    """The cells that may be the largest of their row (``dim`` 1) or column, or within ``tie`` of it, where it may be above ``known``.
 
     ``known`` and ``error``: float64, of each row or column; the scores are right to within ``error``.
     """
     top = tile.amax(dim).double()
-    some = torch.nonzero((top + error > known + tie) & torch.isfinite(top))[:, 0]
+    some = torch.nonzero((top + error > known) & torch.isfinite(top))[:, 0]
     floor = top[some] - 2.0 * error[some] - tie - top[some].abs() * 2.0**-22  # for its rounding to fp32
     part, bound = tile.index_select(1 - dim, some), floor.float()
     place = torch.nonzero(part >= (bound[:, None] if dim else bound), as_tuple=True)

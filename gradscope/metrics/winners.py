@@ -91,8 +91,9 @@ def _look(tiles: Tiles, job: Job) -> list[_Found]:
         sides = zip(job.known, errors, (1, 0), strict=True)
         cells = [leaders(tile, known, error[: len(known)], dim, tie=TIE_TOLERANCE) for known, error, dim in sides]
         if few(cells, tile):
-            pairs = [(job.i + row, job.j + column) for row, column in cells]
-            return [_first_best(*pair[::turn], tiles.gallery.exact(*pair)) for pair, turn in zip(pairs, (1, -1), strict=True)]
+            (image, text), (picture, caption) = [(job.i + row, job.j + column) for row, column in cells]
+            exact = tiles.gallery.exact
+            return [_first_best(image, text, exact(image, text)), _first_best(caption, picture, exact(picture, caption))]
     wide = tiles.double(job.i, job.j)
     return [_first_of_all(wide, job.i, job.j), _first_of_all(wide.T, job.j, job.i)]
 
@@ -135,9 +136,10 @@ class _Best:
 
     def take(self, found: _Found) -> None:
         """What the next tile says."""
-        better = found.score > self.score[found.query] + TIE_TOLERANCE
-        query = found.query[better]
-        self.score[query], self.index[query] = found.score[better], found.candidate[better]
+        known = self.score[found.query]
+        better = found.score > known + TIE_TOLERANCE
+        self.index[found.query[better]] = found.candidate[better]
+        self.score[found.query] = torch.maximum(known, found.score)
 
 
 def _winners(direction: str, truth: _Best, rival: _Best) -> Winners:
