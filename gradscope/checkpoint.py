@@ -198,7 +198,10 @@ def _or_refuse(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"checkpoint '{folder}' cannot be resumed from: {str(error).splitlines()[0]}") from error
+        first = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]  # torch adds three sentences on archives
+        raise ValueError(
+            f"checkpoint '{folder}' cannot be resumed from: {first.rstrip('.')}; move that folder away to go on from the one before it"
+        ) from error
 
 
 def _flush(path: Path) -> None:

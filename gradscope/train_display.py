@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.progress import TextColumn
 
-from gradscope.console import bar, console
+from gradscope.console import Course, bar, console
 from gradscope.data.batching import Batches
 from gradscope.distributed import world
 from gradscope.following import Following
@@ -36,8 +37,8 @@ def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, 
     return (
         f"{recipe.encoder.name} on {shown_name(recipe.data.name)}: {len(batches.records)} train, {validation} val{held}; {what}\n"
         f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}\n"
-        f"width {recipe.width} candidates per softmax, {recipe.negatives_per_anchor} negatives per anchor, chance ln {recipe.width} = "
-        f"{recipe.chance:.4f}; {rows_words(recipe)}\n"
+        f"width {recipe.width} candidates per softmax, {counted(recipe.negatives_per_anchor, 'negative')} per anchor, "
+        f"chance ln {recipe.width} = {recipe.chance:.4f}; {rows_words(recipe)}\n"
         f"{loss_words(recipe, batches.encoder.device)}\n"
         f"{counted(total_steps, 'step')}, {batches.steps_per_epoch} an epoch, "
         f"{counted(batches.left_out, 'record')} left out per epoch; "
@@ -122,6 +123,28 @@ def probe_words(recipe: Recipe) -> str:
     if probe.budget:
         return f"{reads}, {every} at the densest: {twice}thinned by itself to add at most {probe.budget} to the time of the steps"
     return f"{reads}, {every}: {twice}the end of the run tells what it took"
+
+
+@dataclass(kw_only=True)
+class PlainProgress:
+    """For console.log, and for an output that is no terminal: a line at the end of each epoch and at most one a minute within."""
+
+    total: int
+    per_epoch: int
+    first: int
+    say: Callable[[str], None]
+    _course: Course = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._course = Course(self.first - 1)
+
+    def __call__(self, step: int, row: dict[str, Any]) -> None:
+        """``row`` of the step that has just been made; its ``loss`` is that step's alone."""
+        if step % self.per_epoch and step < self.total and not self._course.due():
+            return
+        epochs = -(-self.total // self.per_epoch)
+        epoch = -(-step // self.per_epoch)
+        self.say(f"step {self._course.line(step, self.total)}; epoch {epoch} of {epochs}, loss {row['loss']:.2e}")
 
 
 @contextmanager

@@ -277,8 +277,10 @@ def test_a_damaged_checkpoint_is_named(settings, tmp_path):
     train_until(recipe, tmp_path / "run", 5)
     path = tmp_path / "run" / "checkpoints" / "step-000004" / "trainer.pt"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"step-000004.*cannot be resumed from"):
+    with pytest.raises(ValueError, match=r"step-000004.*cannot be resumed from: [^.]*; move that folder away to go on from the one"):
         train(recipe, tmp_path / "run", resume=True, quiet=True)
+    path.parent.rename(tmp_path / "damaged")
+    assert train(recipe, tmp_path / "run", resume=True, quiet=True).steps == 6
 
 
 CHANGES = {

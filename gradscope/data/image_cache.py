@@ -205,7 +205,7 @@ class _Store:
         damaged = self._whole() - len(self.rows())
         size = f"{self.read.size[0]} x {self.read.size[1]}"
         to_do = f"{len(wanted):,} to decode now, {_said(more)} of {_said(free)} free" if wanted else "all decoded before"
-        to_do += f" ({damaged:,} damaged entries left out)" if damaged else ""
+        to_do += f" ({damaged:,} damaged {'entry' if damaged == 1 else 'entries'} left out)" if damaged else ""
         say(f"image cache: {total:,} pictures of {size}, {_said(total * _bytes(self.read))}, {to_do}: {self.folder}")
         if wanted and more + SPARE > free:
             raise ValueError(f"the image cache needs {_said(more)} in '{self.folder}', where {_said(free)} are free; {_WAYS_OUT}")
