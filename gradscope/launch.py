@@ -43,6 +43,7 @@ STOPPED = (
     "told to stop (SIGTERM): another process of this run has ended, or the job was cancelled. What was written is kept; to continue "
     "from the last checkpoint, start all processes again with --resume"
 )
+STOPPED_ALONE = "stopped (SIGTERM)"
 
 _store: Any = None
 _said = False
@@ -55,11 +56,11 @@ class Lost(ValueError):
 
 
 def told_to_stop() -> bool:
-    """Whether SIGTERM has arrived since the processes of this run met."""
+    """Whether SIGTERM has arrived in this run: since its processes met, or, of one process, since its command began."""
     return _told_to_stop
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """SIGTERM arrived. No diagnostic may take it for a failure of its own."""
 
 
@@ -118,7 +119,8 @@ def leave_for_torchrun(line: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    further = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    earlier = int(time.time()) - 1  # of failures in one second torchrun names the lowest rank, which may have left nothing
+    further = {"py_callstack": line, "timestamp": str(earlier)}
     with suppress(OSError):  # nothing depends on it
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": further}}), encoding="utf-8")
 
@@ -137,6 +139,27 @@ def _meeting_place() -> Any:
 
         _store = next(iter(rendezvous("env://", timeout=MEETING)))[0]
     return _store
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM in the block raises ``Stopped`` in a program of one process, so that files are closed and the reason can be said.
+    Several processes are told in ``processes``, which ends them together."""
+    if together():
+        yield
+        return
+    global _told_to_stop
+    signal_before = _on_sigterm()
+    try:
+        yield
+    except Exception:
+        if _told_to_stop:  # what is raised while files are closed is no other reason
+            raise Stopped from None
+        raise
+    finally:
+        _told_to_stop = False  # a later command of this program was not
+        if signal_before is not None:
+            signal.signal(signal.SIGTERM, signal_before)
 
 
 @contextmanager
@@ -168,7 +191,7 @@ def processes(device: torch.device) -> Iterator[None]:
         dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=rank, world_size=size)
         yield
         dist.destroy_process_group()  # after a failure the others are not there to take part
-    except (_Stopped, RuntimeError) as error:
+    except (Stopped, RuntimeError) as error:
         if _told_to_stop:  # what is raised while files are closed, as by the end of a process that decodes, is no other reason
             raise ValueError(STOPPED) from None
         if not _is_lost(error):
@@ -245,6 +268,6 @@ def _on_sigterm() -> Any:
             os._exit(128 + number)
         global _told_to_stop
         _told_to_stop = True
-        raise _Stopped
+        raise Stopped
 
     return signal.signal(signal.SIGTERM, stop)

@@ -79,6 +79,14 @@ def torchruns_report(heard: Path) -> str:
     return str(ChildFailedError("gradscope", ends)).strip().splitlines()[-2]
 
 
+def test_torchrun_names_the_one_that_left_a_word(tmp_path, monkeypatch):
+    """Also where both end within one second."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error-1"))
+    for _ in range(20):
+        launch.leave_for_torchrun("gradscope: this is why")
+        assert torchruns_report(tmp_path).endswith("gradscope: this is why")
+
+
 def base(scenes: Path, encoder: Path) -> list[str]:
     return ["train", "--data", str(scenes), "--encoder", str(encoder), "--device", "cpu", "--batch-size", "8"]
 

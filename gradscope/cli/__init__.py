@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 import traceback
 from typing import Any
@@ -28,13 +29,25 @@ from gradscope.cli.train import train
 from gradscope.cli.watch import watch
 from gradscope.cli.what_if import what_if
 from gradscope.cli.zeros import zeros
-from gradscope.launch import Lost, leave_for_torchrun, only_first_speaks, speak_up, together, wrong_environment
+from gradscope.launch import (
+    STOPPED_ALONE,
+    Lost,
+    Stopped,
+    leave_for_torchrun,
+    only_first_speaks,
+    speak_up,
+    stoppable,
+    together,
+    wrong_environment,
+)
 
 #: What typer finds wrong with a command line: the parent of all such errors, which it does not export itself.
 UsageError: Any = typer.BadParameter.__base__
 #: Typer answers Ctrl-C with this code and no word.
 INTERRUPTED = 130
-#: What to do after Ctrl-C, of commands that have nothing to go on from.
+#: After SIGTERM, as a shell counts it. Slurm sends it at the time limit.
+TERMINATED = 128 + signal.SIGTERM
+#: What to do after Ctrl-C or SIGTERM, of commands that have nothing to go on from.
 START_OVER = "to start over, give the same command again"
 #: And of those that have.
 GO_ON = {
@@ -103,8 +116,12 @@ def main() -> None:
         sys.exit(2)
     only_first_speaks()
     try:
-        _refuse_several(sys.argv[1:])
-        code = app(standalone_mode=False)
+        with stoppable():
+            _refuse_several(sys.argv[1:])
+            code = app(standalone_mode=False)
+    except Stopped:
+        _say(f"{STOPPED_ALONE}; {_go_on(sys.argv[1:])}.")
+        sys.exit(TERMINATED)
     except UsageError as error:
         _say_usage(error)
         sys.exit(2)
@@ -146,7 +163,8 @@ def _of_a_file(error: OSError) -> str:
 def _say(line: str, *, lost: bool = False) -> None:
     if speak_up(lost=lost):
         _print(line)
-        leave_for_torchrun(f"gradscope: {line}")
+        if not lost:  # torchrun names the one that is gone
+            leave_for_torchrun(f"gradscope: {line}")
 
 
 def _print(line: str) -> None:
