@@ -37,7 +37,7 @@ from gradscope.encoders.load import load_encoder, resolve_device
 from gradscope.encoders.speed import Compilations, speed_up
 from gradscope.evaluate import evaluate
 from gradscope.fixed_captions import fixed_captions
-from gradscope.launch import STOPPED, told_to_stop
+from gradscope.launch import STOPPED, STOPPED_ALONE, told_to_stop
 from gradscope.metrics.duplicates import repeats
 from gradscope.optim import make_optimizer, rate, set_rate, trainable
 from gradscope.paths import shown_name
@@ -51,7 +51,7 @@ from gradscope.sinks.feed import open_feeds
 from gradscope.step_pass import Embed, StepPass
 from gradscope.step_reader import StepReader
 from gradscope.step_row import step_row
-from gradscope.train_display import display, header, ranks_words, resumed_words
+from gradscope.train_display import PlainProgress, display, header, ranks_words, resumed_words
 from gradscope.training_data import keep_items, training_data
 from gradscope.types import Record
 
@@ -180,6 +180,12 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         if first == 1:
             best = _validate(encoder, data.validation, recipe, log, read, step=0, epoch=0, best=best)
 
+        def note(line: str) -> None:
+            log.console(line)
+            if not quiet and not console.is_interactive:
+                console.print(line, soft_wrap=True, markup=False)
+
+        tell = PlainProgress(total=total_steps, per_epoch=batches.steps_per_epoch, first=first, say=note)
         show = stack.enter_context(display(total_steps, first, quiet, log.path if reader else None))
         encoder.train()
         step_pass = StepPass(
@@ -251,6 +257,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
                         say(f"step {step}: from here on every {cost['value']} steps are probed, to keep within {recipe.probe.budget}")
             log.write_steps([row])
             show(step, row)
+            tell(step, row)
             if compilations and (compiled := compilations.words(step, row["seconds"], first=step == first)):
                 say(compiled)
             end_of_epoch = step % batches.steps_per_epoch == 0 or step == total_steps
@@ -348,7 +355,13 @@ def _broken(encoder: DualEncoder) -> list[str]:
 def _note_end(log: RunLog | SilentLog, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
     """In console.log, why a run ended that was not finished; a loss or weight that is not finite has said so there."""
     if error is not None and not isinstance(error, FloatingPointError):
-        log.console(f"ended early: {STOPPED if told_to_stop() else f'{type(error).__name__}: {error}'}")
+        log.console(f"ended early: {_why(error)}")
+
+
+def _why(error: BaseException) -> str:
+    if told_to_stop():
+        return STOPPED if world() > 1 else STOPPED_ALONE
+    return "stopped (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
 
 
 def _end(message: str, log: RunLog | SilentLog) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from gradscope import launch
 from gradscope.cli import app, main
 from gradscope.cli.sweep import _table as sweep_table
 from gradscope.cli.train import KEYS
@@ -245,6 +247,20 @@ def test_an_interrupt_says_how_to_go_on(cli, monkeypatch, words, hint):
     assert code == 130
     assert err.strip().endswith(f"gradscope: stopped; {hint}.")
     assert "Traceback" not in err + out
+
+
+def test_sigterm_is_said_too_and_the_next_command_was_not_told(cli, monkeypatch):
+    def told(*values, **named):
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr("gradscope.recipe.read", told)
+        code, out, err = cli("train", "--recipe", "recipe.toml")
+    assert (code, err.strip(), out) == (143, f"gradscope: stopped (SIGTERM); what was written is kept; {RESUME}.", "")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not launch.told_to_stop()
+    assert cli("figure", "4", "no-such-run")[0] == 2
 
 
 def test_brackets_in_names_are_text(cli, tmp_path):

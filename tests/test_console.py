@@ -62,6 +62,19 @@ def test_a_bar_on_a_terminal_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "waiting" in file.getvalue()
 
 
+def test_without_a_terminal_long_work_says_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(module, "console", Console(file=file, force_terminal=False))
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress("pairs") as advance:
+        for done in range(1, 31):
+            now[0] = 10.0 * done
+            advance(done, 30)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "pairs: 6 of 30, 0:04:00 left"
+    assert [int(line.split()[1]) for line in lines] == [6, 12, 18, 24, 30]
+
+
 def test_names_are_printed_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
     name = "runs/[red]/a:key:b"
     module.out.print(name, soft_wrap=True)

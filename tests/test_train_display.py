@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from gradscope import console
 from gradscope.recipe import resolve
-from gradscope.train_display import duplicates_words, probe_words, resumed_words, rows_words
+from gradscope.train_display import PlainProgress, duplicates_words, probe_words, resumed_words, rows_words
 
 
 def recipe(**settings: Any) -> Any:
@@ -48,6 +49,18 @@ def test_the_rows_of_a_step_are_in_words() -> None:
     assert rows_words(recipe(train__batch_size=32)) == "32 records a step, not accumulated"
     narrow = recipe(train__accumulate=8, train__accumulate_mode="narrow")
     assert rows_words(narrow) == "16 records x 8 micro-batches a step (narrow)"
+
+
+def test_a_line_an_epoch_and_one_a_minute_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], []
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    tell = PlainProgress(total=25, per_epoch=10, first=6, say=said.append)
+    for step in range(6, 26):
+        now[0] += 5.0 if step <= 10 else 20.0
+        tell(step, {"loss": 0.5 / step})
+    assert said[0] == "step 10 of 25, 0:01:15 left; epoch 1 of 3, loss 5.00e-02"
+    assert [int(line.split()[1]) for line in said] == [10, 13, 16, 19, 20, 23, 25]
+    assert "epoch 3 of 3" in said[-1]
 
 
 def test_a_resume_says_where_it_goes_on() -> None:

@@ -252,11 +252,15 @@ def _amount(size: int | None) -> str:
 
 @contextmanager
 def _bars() -> Iterator[Callable[[str, int, int | None], None]]:
-    """One bar per file, with bytes, speed and the time left."""
+    """One bar per file, with bytes, speed and the time left; where there is no terminal, a line a minute."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from gradscope.console import console
+    from gradscope.console import console, lines
 
+    if not console.is_interactive:
+        started: dict[str, Callable[[int, int | None], None]] = {}
+        yield lambda what, done, total: started.setdefault(what, lines(f"{what}, bytes"))(done, total)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as display:
         tasks: dict[str, TaskID] = {}
