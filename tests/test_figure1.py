@@ -96,6 +96,18 @@ def test_figure_1_draws_densities_of_area_one_and_the_means(tmp_path: Path) -> N
     assert means == {g.mean for g in both} | {g.hardest_mean for g in both}
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["a name of more than twenty-four letters"]])
+def test_figure_1_has_no_curve_under_its_legends(names: list[str], tmp_path: Path) -> None:
+    edges, found = np.linspace(-1, 1, 201), measure(tmp_path, "a", 60)
+    hump = np.rint(1e6 * np.exp(-(((edges[:-1] - 0.5) / 0.2) ** 2) / 2)).astype(np.int64)  # wide, in the middle
+    figure, frame = figures["1"]([replace(found, name=name, counts=hump, mean=0.5) for name in names])
+    figure.canvas.draw()
+    for axis, panel in zip(figure.axes, "ab", strict=True):
+        box = axis.get_legend().get_window_extent().transformed(axis.transData.inverted())
+        curves = frame[(frame.panel == panel) & (frame.high > box.x0) & (frame.low < box.x1)]
+        assert curves.density.max() < box.y0
+
+
 def test_width_curve_stops_at_n(tmp_path: Path) -> None:
     _, frame = figures["width"]([measure(tmp_path, "toy", 70)])
     assert frame.set_index("width").expected_hardest.notna().to_dict() == {w: w <= 70 for w in frame.width}

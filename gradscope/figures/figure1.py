@@ -47,8 +47,10 @@ def figure1(geometries: list[CaptionGeometry]) -> tuple[Figure, DataFrame]:
             axis.set_title(f"({panel}) {title}", loc="left")
         drawn = frame[frame.density > 0.01]
         axes[1].set_xlim(float(drawn.low.min()) - 0.02, 1.0)
-        for axis in axes:
-            axis.legend(loc=_free_corner(axis))
+        for axis, (panel, *_) in zip(axes, _PANELS, strict=True):
+            corner = _free_corner(axis)
+            _make_room(axis, frame[frame.panel == panel], corner)
+            axis.legend(loc=corner)
         axes[1].set_xlabel(f"caption-caption cosine\n{encoders(geometries)}")
         figure.supylabel("density", fontsize=7.5)
         mark_foreign(figure, geometries)
@@ -81,8 +83,16 @@ def _draw(axis: Axes, frame: DataFrame, colours: dict[str, str]) -> None:
         axis.stairs(curve.density.to_numpy(), edges, color=colour, fill=True, alpha=0.12)
         axis.stairs(curve.density.to_numpy(), edges, color=colour, label=f"{name}, mean {mean:.3f}")
         axis.axvline(mean, color=colour, linestyle=":", linewidth=1.0)
-    long = any(len(name) > 24 for name in colours)  # such a legend is wider than the free corner: it goes above the curves
-    axis.set_ylim(0, frame.density.max() * (1.05 + (0.2 * len(colours) if long else 0.0)))
+    axis.set_ylim(0, frame.density.max() * 1.05)
+
+
+def _make_room(axis: Axes, frame: DataFrame, corner: str) -> None:
+    """Raises the axis above what would lie under the legend."""
+    names, (low, high) = frame.data.unique(), axis.get_xlim()
+    share = 1.0 if max(map(len, names)) > 24 else 0.5  # of the width; long names are wider than a corner
+    width = share * (high - low)
+    under = frame[frame.high > high - width] if corner == "upper right" else frame[frame.low < low + width]
+    axis.set_ylim(0, max(axis.get_ylim()[1], under.density.max() / (1.0 - min(0.08 + 0.13 * len(names), 0.8))))
 
 
 def _free_corner(axis: Axes) -> str:
