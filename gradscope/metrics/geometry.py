@@ -79,7 +79,7 @@ def caption_geometry(
     """Geometry of unit ``rows`` [N, D].
 
     Args:
-        rows: unit rows; rows with a non-finite entry are counted, reported and left out.
+        rows: unit rows, taken as fp32 (wider ones are rounded); those with a non-finite entry are counted, reported and left out.
         exact_quantiles: further passes over all pairs replace the binned quantiles by exact order statistics of the cosines.
         top: how many of the most similar pairs to keep.
         block: rows per block (default: 1024 on a CPU, 8192 on a GPU); results do not depend on it beyond fp32 rounding.
