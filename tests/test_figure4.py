@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from gradscope.cli.figures import figure
 from gradscope.figures import figures
-from gradscope.figures.figure4 import TERMS, figure4
+from gradscope.figures.figure4 import TERMS, _plain, _power, figure4
 from gradscope.figures.style import paper_style, save
 from gradscope.figures.width_start import start_widths
 from gradscope.runlog import Run, RunLog
@@ -45,7 +45,10 @@ def evaluated(step: int, epoch: int, recall: float, split: str = "val") -> list[
     return [{**names, **numbers, "direction": direction} for direction in ("i2t", "t2i")]
 
 
-def make_run(path: Path, trained: str, *, epochs: int = 3, validate: bool = True, probe: bool = True, broken: bool = True) -> Run:
+def make_run(
+    path: Path, trained: str, *, epochs: int = 3, validate: bool = True, probe: bool = True, broken: bool = True, constant: float = 0.0
+) -> Run:
+    """Both objectives' losses and norms are 10 to the ``constant`` if it is not 0, random otherwise."""
     generator = np.random.default_rng()
     with RunLog.create(path, recipe_toml=f'[objective]\nname = "{trained}"\n', provenance={}) as log:
         log.write_evals(evaluated(0, 0, 0.5, "val" if validate else "test"))
@@ -54,6 +57,8 @@ def make_run(path: Path, trained: str, *, epochs: int = 3, validate: bool = True
             log.write_steps([{"step": step, "samples": step, "epoch": epoch, "loss": 0.1}])
             loss = {"infonce": generator.normal(-4, 1), "hn": generator.normal(-1, 1)}
             norm = {term: value + generator.normal() for term, value in loss.items()}
+            if constant:
+                loss = norm = dict.fromkeys(TERMS, constant)
             cosine = float(generator.uniform(-1, 1))
             if broken and step % 5 == 0:
                 norm["infonce"], cosine = -math.inf, math.nan
@@ -139,6 +144,50 @@ def test_zeros_and_undefined_cosines_are_counted_in_words(tmp_path: Path) -> Non
     drawing, _ = figure4(make_run(tmp_path / "hn", "hn"))
     assert "InfoNCE 7/36, HN 0/36" in words(drawing)
     assert "undefined in 7" in words(drawing)
+
+
+def test_an_axis_holds_the_data_and_the_threshold_and_its_ticks_are_numbers(tmp_path: Path) -> None:
+    drawing, _ = figure4(make_run(tmp_path / "healthy", "hn", constant=0.3, broken=False))
+    losses, norms = drawing.axes[:2]
+    assert losses.get_ylim() == pytest.approx((-3.5, 0.7))
+    assert "floor of" not in words(drawing)
+    assert losses.get_title(loc="left").startswith("(a) loss")
+    assert norms.get_yticks().tolist() == pytest.approx([0, math.log10(2), math.log10(5)])
+    drawing.draw_without_rendering()
+    assert [tick.get_text() for tick in norms.get_yticklabels()] == ["1", "2", "5"]
+    assert "median: 1.0 (epoch 1), 1.0 (epoch 3)" in words(drawing)
+    saturated, _ = figure4(make_run(tmp_path / "saturated", "hn", constant=-11.5, broken=False))
+    name = next(text for text in saturated.axes[0].texts if "floor of" in text.get_text())
+    assert name.get_position()[0] > 1, "beside the panel, where no curve runs"
+    assert saturated.axes[0].get_ylim() == pytest.approx((-11.9, -2.5))
+
+
+@pytest.mark.parametrize(
+    ("exponent", "number", "ratio"),
+    [(-0.0, "1", "1.0"), (0.001, "1.00231", "1.0"), (math.log10(25), "25", "25"), (math.log10(5e-3), "0.005", "$10^{-2.3}$"),
+     (math.log10(2e-7), r"$2\times10^{-7}$", "$10^{-6.7}$"), (6, r"$1\times10^{6}$", "$10^{6.0}$"),
+     (-math.inf, None, "0"), (math.inf, None, "∞")],
+)  # fmt: skip
+def test_powers_of_ten_in_words(exponent: float, number: str | None, ratio: str) -> None:
+    assert _power(exponent) == ratio
+    assert number is None or _plain(exponent) == number
+
+
+def test_the_legend_looks_as_the_curves_of_the_errors(tmp_path: Path) -> None:
+    drawing, _ = figure4(make_run(tmp_path / "hn", "hn"), make_run(tmp_path / "infonce", "infonce"))
+    labels = {line.get_label(): line for line in drawing.legends[0].get_lines()}
+    for container in drawing.axes[2].containers:
+        curve, shown = container.lines[0], labels[container.get_label()]
+        assert (curve.get_color(), curve.get_marker(), curve.get_linestyle()) == (
+            shown.get_color(),
+            shown.get_marker(),
+            shown.get_linestyle(),
+        )
+        assert curve.get_markerfacecolor() == shown.get_markerfacecolor()
+    names = [container.get_label() for container in drawing.axes[2].containers]
+    assert names == [f"(c) {name}, {way}" for name in ("HN", "InfoNCE") for way in ("image→text", "text→image")]
+    box = drawing.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= drawing.bbox.x1
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 30])

@@ -61,7 +61,7 @@ def figure4(run: Run, overlay: Run | None = None) -> tuple[Figure, pd.DataFrame]
         _refuse_other_steps(run, bands, overlay, _epochs(overlay))
     frame = _data(run, overlay)
     with paper_style():
-        figure = new_figure(COLUMN_INCHES, 5.6 if overlay is None else 5.8)
+        figure = new_figure(COLUMN_INCHES, 5.6 if overlay is None else 5.95)
         a, b, c = figure.subplots(3, 1, sharex=True, height_ratios=[1.25, 1.15, 1])
         a.set_xlim(0, bands["last"].max() + 0.5)
         for axis in (a, b, c):
@@ -206,20 +206,25 @@ def _draw_losses(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame, width: st
     traces = frame[frame["series"] == "log10_loss"]
     for (trajectory, term), trace in _by_curve(traces):
         _trace(axis, trace, **_look(frame, trajectory, term))
-    for level, word, colour in ((THRESHOLD, "$10^{-3}$", "0.25"), (PAPER_FLOOR, "floor of the paper's plot", "0.7")):
-        axis.axhline(level, color=colour, linewidth=0.6, linestyle=(0, (4, 2)), zorder=1)
-        if level == PAPER_FLOOR:
-            # At the start, where no trace has come down yet.
-            axis.text(0.01, level, word, color="0.5", fontsize=5.5, ha="left", va="top", transform=axis.get_yaxis_transform())
-    _power_axis(axis, traces["value"], at_most=PAPER_FLOOR - 1.5)
+    low = _power_axis(axis, traces["value"], at_most=THRESHOLD - 0.5, at_least=THRESHOLD + 0.5)
+    _level(axis, THRESHOLD, "$10^{-3}$", "0.25")
+    if low < PAPER_FLOOR:
+        _level(axis, PAPER_FLOOR, "floor of\npaper's plot", "0.5")
     axis.set_ylabel("loss (nat)")
     shares = frame[frame["series"] == "share_below_1e-3"]
     _print_shares(axis, shares, bands)
     rows = len(_by_curve(shares))
-    axis.set_title(f"(a) % under $10^{{-3}}$ by epoch{width}", loc="left", pad=5 + 7.5 * rows)
+    axis.set_title(f"(a) loss; % under $10^{{-3}}${width}", loc="left", pad=5 + 7.5 * rows)
     lost = int((~np.isfinite(traces["value"])).sum())
     if lost:
         axis.text(0.01, 0.02, f"gaps: {lost} losses are not finite", fontsize=6, va="bottom", transform=axis.transAxes)
+
+
+def _level(axis: Axes, level: float, word: str, colour: str) -> None:
+    """A dashed line, named in the margin on the right, which the second axis of (c) keeps free: no curve runs there."""
+    axis.axhline(level, color=colour, linewidth=0.6, linestyle=(0, (4, 2)), zorder=1)
+    look = {"color": colour, "fontsize": 5.5, "ha": "left", "va": "center", "linespacing": 1.0}
+    axis.text(1.015, level, word, transform=axis.get_yaxis_transform(), **look).set_in_layout(False)  # type: ignore[arg-type]
 
 
 def _print_shares(axis: Axes, shares: pd.DataFrame, bands: pd.DataFrame) -> None:
@@ -287,24 +292,26 @@ def _draw_errors(axis: Axes, frame: pd.DataFrame, bands: pd.DataFrame) -> None:
     trajectories = list(dict.fromkeys(errors["trajectory"]))
     spread = 0.012 * bands["last"].max()  # neighbours' intervals side by side, not on top of each other
     for place, ((trajectory, direction), group) in enumerate(errors.groupby(["trajectory", "direction"], sort=False)):
-        thin = len(trajectories) > 1 and trajectory != trajectories[0]
-        axis.errorbar(
-            group["step"] + spread * (place - 1),
-            group["value"],
-            yerr=[group["value"] - group["low"], group["high"] - group["value"]],
-            color=OWN_COLOUR if thin else OBJECTIVE_COLOURS[str(trajectory)],
-            linestyle="-" if direction == "t2i" else (0, (3, 1.5)),
-            marker="o" if direction == "t2i" else "s",
-            markerfacecolor="white" if thin else None,
-            markersize=2.6,
-            linewidth=0.7 if thin else 1.2,
-            elinewidth=0.5,
-            clip_on=False,
-        )
+        bars = [group["value"] - group["low"], group["high"] - group["value"]]
+        look = _error_look(str(trajectory), str(direction), own=trajectory != trajectories[0])
+        axis.errorbar(group["step"] + spread * (place - 1), group["value"], yerr=bars, elinewidth=0.5, clip_on=False, **look)
     axis.set_ylabel("error at 1 (%)")
     axis.set_title("(c) held-out error, 95 % intervals", loc="left")
     axis.margins(y=0.12)
     _draw_loss_medians(axis, frame[frame["series"] == "log10_loss_quartiles"], bands)
+
+
+def _error_look(trajectory: str, direction: str, *, own: bool) -> dict[str, Any]:
+    """Of a curve of (c) and of its legend alike; an overlaid run is hollow and thin."""
+    return {
+        "color": OWN_COLOUR if own else OBJECTIVE_COLOURS[trajectory],
+        "linestyle": "-" if direction == "t2i" else (0, (3, 1.5)),
+        "marker": "o" if direction == "t2i" else "s",
+        "markerfacecolor": "white" if own else None,
+        "markersize": 2.6,
+        "linewidth": 0.7 if own else 1.2,
+        "label": f"(c) {LABELS[trajectory]}, {DIRECTION_LABELS[direction]}",
+    }
 
 
 def _draw_loss_medians(axis: Axes, medians: pd.DataFrame, bands: pd.DataFrame) -> None:
@@ -326,11 +333,11 @@ def _legend(frame: pd.DataFrame) -> list[Any]:
     for (trajectory, term), _ in _by_curve(curves):
         look = _look(frame, trajectory, term)
         handles.append(Line2D([], [], **{key: look[key] for key in ("color", "linewidth", "linestyle", "label")}))
-    styles: dict[str, tuple[Any, str]] = {"t2i": ("-", "o"), "i2t": ((0, (3, 1.5)), "s")}
-    for direction, (style, marker) in styles.items():
-        label = f"(c) {DIRECTION_LABELS[direction]}"
-        handles.append(Line2D([], [], color="0.3", linestyle=style, marker=marker, markersize=2.6, label=label))
-    return handles
+    errors = frame[frame["series"] == "error_percent"][["trajectory", "direction"]].drop_duplicates()
+    blank = Line2D([], [], linestyle="", label=" ")
+    handles += [blank] * (len(errors) - len(handles))  # columns are filled one by one: (c) has the second for itself
+    first = frame["trajectory"].iloc[0]
+    return handles + [Line2D([], [], **_error_look(*pair, own=pair[0] != first)) for pair in errors.itertuples(index=False)]
 
 
 def _look(frame: pd.DataFrame, trajectory: str, term: str) -> dict[str, Any]:
@@ -352,21 +359,42 @@ def _trace(axis: Axes, trace: pd.DataFrame, *, short: str, alpha: float = 1.0, *
     axis.plot(trace["step"], finite, alpha=alpha, marker=marker, **look)
 
 
-def _power_axis(axis: Axes, values: pd.Series, *, at_most: float = np.inf, room: float = 0.4) -> float:
-    """Limits and ticks for log10 values; returns the lower edge."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+def _power_axis(axis: Axes, values: pd.Series, *, at_most: float = np.inf, at_least: float = -np.inf, room: float = 0.4) -> float:
+    """Limits and ticks for log10 values; returns the lower edge, ``at_most`` so high (the upper one is ``at_least`` so high)."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (-1.0, 0.0)
-    low = min(low - room, at_most)
-    axis.set_ylim(low, high + room)
-    axis.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$10^{{{value:.3g}}}$"))
+    low, high = min(low - room, at_most), max(high + room, at_least)
+    axis.set_ylim(low, high)
+    if high - low < 2:  # whole decades would be too few
+        axis.yaxis.set_major_locator(FixedLocator(_between(low, high)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+    else:
+        axis.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$10^{{{value:.0f}}}$"))
     return low
 
 
+def _between(low: float, high: float) -> list[float]:
+    """log10 of 1, 2 and 5 times the powers of ten within the limits."""
+    ticks = [decade + np.log10(digit) for decade in range(int(np.floor(low)), int(np.ceil(high)) + 1) for digit in (1, 2, 5)]
+    return [float(tick) for tick in ticks if low <= tick <= high]
+
+
+def _plain(exponent: float) -> str:
+    """A power of ten as a number, with its decade apart where the zeros would have to be counted."""
+    if -3 <= exponent < 4:
+        return f"{10**exponent:g}"
+    decade = int(np.floor(exponent + 1e-9))
+    return rf"${10 ** (exponent - decade):.0f}\times10^{{{decade}}}$"
+
+
 def _power(exponent: float) -> str:
-    return f"$10^{{{exponent:.1f}}}$" if np.isfinite(exponent) else {True: "∞", False: "0"}[exponent > 0]
+    """A ratio given as log10: a plain number of two digits up to a hundred either way."""
+    if not np.isfinite(exponent):
+        return "∞" if exponent > 0 else "0"
+    return f"{10**exponent:#.2g}".rstrip(".") if -2 < exponent < 1.99 else f"$10^{{{exponent:.1f}}}$"
 
 
 def _shade(axis: Axes, bands: pd.DataFrame) -> None:
