@@ -34,21 +34,47 @@ def header(recipe: Recipe, batches: Batches, total_steps: int, validation: int, 
     objective, settings = recipe.objective, recipe.train
     what = objective.name if objective.name == "infonce" else f"hn gamma {objective.gamma:g}, margin {objective.margin}"
     held = " held out of train" if facts["validation"]["held_out_of_train"] else ""
-    return (
-        f"{recipe.encoder.name} on {shown_name(recipe.data.name)}: {len(batches.records)} train, {validation} val{held}; {what}\n"
-        f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}\n"
-        f"width {recipe.width} candidates per softmax, {counted(recipe.negatives_per_anchor, 'negative')} per anchor, "
-        f"chance ln {recipe.width} = {recipe.chance:.4f}; {rows_words(recipe)}\n"
-        f"{loss_words(recipe, batches.encoder.device)}\n"
-        f"{counted(total_steps, 'step')}, {batches.steps_per_epoch} an epoch, "
-        f"{counted(batches.left_out, 'record')} left out per epoch; "
-        f"peak rate {settings.lr:g} after {counted(settings.warmup, 'step')} of warm-up, then a cosine\n"
-        f"{facts['truncated_captions']} of {len(batches.records)} captions cut at {batches.encoder.context} tokens "
-        f"(and {facts['truncated_validation_captions']} of validation), "
-        f"{facts['repeated_captions']} repeat another word for word, {facts['repeated_token_ids']} token for token"
-        f"{duplicates_words(facts['repeated_token_ids'], objective.duplicates)}\n"
-        f"{probe_words(recipe)}"
+    negatives = counted(recipe.negatives_per_anchor, "negative")
+    lines = [
+        f"{recipe.encoder.name} on {shown_name(recipe.data.name)}: {len(batches.records)} train, {validation} val{held}; {what}",
+        f"{settings.precision} towers, fp32 logits and loss; {batches.encoder.device}, {kernels}",
+        f"width {recipe.width} candidates per softmax, {negatives} per anchor, chance ln {recipe.width} = {recipe.chance:.4f}; "
+        f"{rows_words(recipe)}",
+        loss_words(recipe, batches.encoder.device),
+        schedule_words(recipe, batches, total_steps),
+        captions_words(facts, len(batches.records), batches.encoder.context, objective.duplicates),
+        probe_words(recipe),
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def schedule_words(recipe: Recipe, batches: Batches, total_steps: int) -> str:
+    """Steps, what an epoch leaves over, the rate; and where ``max_steps`` has no effect."""
+    settings = recipe.train
+    words = f"{counted(total_steps, 'step')}, {batches.steps_per_epoch} an epoch; "
+    words += f"{counted(batches.left_out, 'record')} left out per epoch; " if batches.left_out else ""
+    warmup = f" after {counted(settings.warmup, 'step')} of warm-up" if settings.warmup else ""
+    words += f"peak rate {settings.lr:g}{warmup}, then a cosine"
+    if settings.max_steps > total_steps:
+        epochs = counted(settings.epochs, "epoch")
+        words += (
+            f"\nnote: --max-steps {settings.max_steps} has no effect, {epochs} end after {counted(total_steps, 'step')}; raise --epochs"
+        )
+    return words
+
+
+def captions_words(facts: dict[str, Any], captions: int, context: int, duplicates: str) -> str:
+    """How many captions are cut, and how many repeat another; "" where there are none and nothing becomes of them."""
+    cut, of_validation = facts["truncated_captions"], facts["truncated_validation_captions"]
+    same, same_tokens = facts["repeated_captions"], facts["repeated_token_ids"]
+    words = (
+        [f"{cut} of {captions} captions (and {of_validation} of validation) are cut at {context} tokens"]
+        if cut or of_validation
+        else []
     )
+    if same or same_tokens:
+        words.append(f"{same} captions repeat the words of another, {same_tokens} its tokens")
+    return ", ".join(words) + duplicates_words(same_tokens, duplicates).removeprefix("" if words else "; ")
 
 
 def counted(number: int, what: str) -> str:
@@ -75,12 +101,13 @@ def resumed_words(done: int, total_steps: int, before: int) -> str:
 
 
 def loss_words(recipe: Recipe, device: torch.device) -> str:
-    """Whether the loss holds the cells of its softmax, and why; what that means where it does not."""
+    """How the loss is formed and what that means; "" for the usual form, which holds the cells of its softmax."""
     width, objective = recipe.width, recipe.objective
-    words = f"loss {kernel_words(width, objective.kernel, device)}"
     if kernel_for(width, objective.kernel, device) == "dense":
-        return f"{words}; {objective.loss_form} form"
-    words += "; value and gradient in the residual form, no reading of single cells"
+        said = [kernel_words(width, objective.kernel, device)] if objective.kernel != "auto" else []
+        said += ["in the residual form"] if objective.loss_form == "residual" else []
+        return f"loss {'; '.join(said)}" if said else ""
+    words = f"loss {kernel_words(width, objective.kernel, device)}; value and gradient in the residual form, no reading of single cells"
     if objective.token_weight > 0:
         words += f"; the token term keeps its scores, {decimal(2 * width * width * 4)} and as much again for each use"
     return words

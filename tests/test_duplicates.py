@@ -290,7 +290,9 @@ def test_without_duplicates_a_run_is_the_same_to_the_bit(run, scenes_folder: Pat
     different = [a.to_dict() for (_, a), (_, b) in zip(values[0].iterrows(), values[1].iterrows(), strict=True) if not a.equals(b)]
     assert different == []
     assert without.readings["stamps"].str.contains("; duplicates excluded").any()
-    assert ", 0 token for token" in (without.path / "console.log").read_text()
+    said = (without.path / "console.log").read_text()
+    assert "repeat" not in said
+    assert "duplicates excluded: captions of identical token ids" in said
 
 
 @pytest.mark.parametrize("mode", ["none", "narrow", "cached"])
@@ -300,7 +302,7 @@ def test_each_step_counts_what_it_left_out(run, repeated_folder: Path, small_enc
         repeated_folder, mode, {**accumulate, "objective.duplicates": "exclude", "probe.log_grads": True, "train.batch_size": 6}
     )
     console = (found.path / "console.log").read_text()
-    assert "136 repeat another word for word, 148 token for token" in console
+    assert "136 captions repeat the words of another, 148 its tokens" in console
     assert "are no negatives of each other (--duplicates exclude)" in console
     assert "probe failed" not in console
     stream = Batches(

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gradscope import console
 from gradscope.recipe import resolve
-from gradscope.train_display import PlainProgress, duplicates_words, probe_words, resumed_words, rows_words
+from gradscope.train_display import (
+    PlainProgress,
+    captions_words,
+    duplicates_words,
+    loss_words,
+    probe_words,
+    resumed_words,
+    rows_words,
+    schedule_words,
+)
 
 
 def recipe(**settings: Any) -> Any:
@@ -61,6 +71,27 @@ def test_a_line_an_epoch_and_one_a_minute_within(monkeypatch: pytest.MonkeyPatch
     assert said[0] == "step 10 of 25, 0:01:15 left; epoch 1 of 3, loss 5.00e-02"
     assert [int(line.split()[1]) for line in said] == [10, 13, 16, 19, 20, 23, 25]
     assert "epoch 3 of 3" in said[-1]
+
+
+def test_only_what_departs_from_the_usual_is_said() -> None:
+    usual = recipe()
+    assert loss_words(usual, "cpu") == ""
+    assert loss_words(recipe(objective__loss_form="residual"), "cpu") == "loss in the residual form"
+    assert loss_words(recipe(objective__kernel="dense"), "cpu") == "loss dense: as asked"
+    kinds = ("truncated_captions", "truncated_validation_captions", "repeated_captions", "repeated_token_ids")
+    assert captions_words(dict.fromkeys(kinds, 0), 40, 77, "keep") == ""
+    said = captions_words(dict(zip(kinds, (3, 1, 4, 5), strict=True)), 40, 77, "keep")
+    assert said.startswith(
+        "3 of 40 captions (and 1 of validation) are cut at 77 tokens, 4 captions repeat the words of another, 5 its tokens;"
+    )
+
+
+def test_a_limit_of_steps_without_effect_is_said() -> None:
+    batches = SimpleNamespace(steps_per_epoch=6, left_out=0)
+    words = {limit: schedule_words(recipe(train__max_steps=limit), batches, min(limit or 18, 18)) for limit in (0, 10, 18, 400)}
+    assert words[0] == words[18] == "18 steps, 6 an epoch; peak rate 1e-05, then a cosine"
+    assert words[400] == f"{words[0]}\nnote: --max-steps 400 has no effect, 3 epochs end after 18 steps; raise --epochs"
+    assert "note" not in words[10]
 
 
 def test_a_resume_says_where_it_goes_on() -> None:

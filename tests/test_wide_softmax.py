@@ -308,7 +308,7 @@ def test_training_streamed_is_training_dense(run: Callable[..., tuple[Run, dict[
     assert any("pull on the positive rounded to 0 in 0% of rows" in line for line in sentences(summarise(wide.path)))
     with pytest.raises(ValueError, match="with --log-grads --probe-set full --kernel dense to record it"):
         wide.reading("concentration", "binned_predicted", "")
-    assert "loss dense: as asked; residual form" in (dense.path / "console.log").read_text()
+    assert "loss dense: as asked; in the residual form" in (dense.path / "console.log").read_text()
 
 
 def test_streaming_is_the_residual_form_and_a_contradiction_is_refused() -> None:
