@@ -6,8 +6,9 @@
     .jsonl, .json        one object per line, or a list of objects
 
 Columns are guessed by name and the guess is said; ``loss_column`` and ``step_column`` choose. Rows without a loss (evaluations) are
-left out and counted; of two rows with one step the later counts. "nan" and "inf" are values. Numbers that the log rounds to a few
-decimals are recognised: a 0 among them need not be one.
+left out and counted, unless they hold what the row of their step lacks (Lightning logs one call in one row); of two rows with one step
+the later counts. "nan" and "inf" are values, an empty cell is none. Numbers that the log rounds to a few decimals are recognised: a 0
+among them need not be one. A learned scale may have been logged before exp, as CLIP holds it: see ``_scale``.
 
 How it can mislead: tools average, smooth or sample the loss before they log it, and often not the loss of one softmax.
 """
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradscope.judgement import unit_of
 from gradscope.registry import unknown_name
+from gradscope.run_tables import with_gaps
 from gradscope.run_view import View
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ OTHERS = {
 #: What marks a column with "loss" in its name as something else.
 NOT_TRAINED = re.compile(r"val|eval|test|scale|__min|__max|runtime|epoch")
 WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "infinity": math.inf, "-infinity": -math.inf}
+
+#: ln 100, where CLIP clamps its parameter, printed to two decimals.
+LARGEST_LOG_SCALE = 4.61
+OPEN_CLIP = "open_clip out.log"
 
 _OPEN_CLIP = re.compile(r"Train Epoch: (?P<epoch>\d+) \[\s*(?P<samples>\d+)/(?P<total>\d+) (?P<rest>.*[Ll]oss: .*)$")
 _OPEN_CLIP_PARAMETER = re.compile(r"(?m)\| INFO \|   (\w+): (\S+)\s*$")
@@ -158,7 +164,7 @@ def _open_clip(path: Path, text: str) -> Table:
         lines = params.read_text(encoding="utf-8").splitlines()
         width, where = _open_clip_width([line.split(": ", 1) for line in lines if ": " in line]), "params.txt"
     notes = ("steps are counted in samples",) + ((f"softmax width {width} from {where}",) if width else ())
-    return Table(kind="open_clip out.log", rows=rows, width=width, notes=notes)
+    return Table(kind=OPEN_CLIP, rows=rows, width=width, notes=notes)
 
 
 def _open_clip_width(parameters: Iterable[Sequence[str]]) -> int | None:
@@ -234,8 +240,6 @@ def _decimal(value: str | None, separator: str) -> str | None:
 
 def _columns(table: Table, path: Path, loss_column: str | None, step_column: str | None) -> tuple[pd.DataFrame, list[str]]:
     """The frame of steps, and words on what was taken for what."""
-    import pandas as pd
-
     if not table.rows:
         raise ValueError(f"'{path}' has no rows yet; give a log with at least one training loss")
     names = list(dict.fromkeys(name for row in table.rows for name in row))
@@ -251,17 +255,56 @@ def _columns(table: Table, path: Path, loss_column: str | None, step_column: str
         at: {"step": at, "loss": value, **{ours: _number(row.get(name)) for ours, name in chosen.items()}}
         for at, (_, row, value) in zip(steps, rows, strict=True)
     }
-    without, repeated = len(table.rows) - len(rows), len(rows) - len(kept)
+    counted = step if step_words[0].startswith("step read") else None
+    joined = _join(kept, [row for row in table.rows if _number(row.get(loss)) is None], counted, chosen)
+    without, repeated = len(table.rows) - len(rows) - joined, len(rows) - len(kept)
     negative = sum(-math.inf < value < 0 for _, _, value in rows)
     words = [loss_words, *step_words]
-    words += [f"{ours} read from column '{name}'" for ours, name in chosen.items()]
+    words += [word for ours, name in chosen.items() for word in _read_from(list(kept.values()), ours, name, table.kind)]
+    words += [f"{joined} {unit_of(joined, 'rows')} without a loss joined to the one of the same step"] * bool(joined)
     words += [f"{without} {unit_of(without, 'rows')} without a loss left out"] * bool(without)
     words += [f"{repeated} {unit_of(repeated, 'rows')} replaced by a later one of the same step"] * bool(repeated)
     words += [
         f"{negative} {'loss is' if negative == 1 else 'losses are'} under 0, which no cross-entropy is: see --loss-column"
     ] * bool(negative)
-    frame = pd.DataFrame([kept[key] for key in sorted(kept)])
-    return frame, words
+    return with_gaps([kept[key] for key in sorted(kept)]), words
+
+
+def _join(kept: dict[int, dict[str, Any]], rows: Sequence[Mapping[str, Any]], step: str | None, chosen: Mapping[str, str]) -> int:
+    """Puts what rows without a loss hold where the row of the same step lacks it. Returns how many had something to give."""
+    joined = 0
+    for row in rows:
+        at = _number(row.get(step)) if step else None
+        known = kept.get(int(at)) if at is not None and math.isfinite(at) else None
+        numbers = {ours: _number(row.get(name)) for ours, name in chosen.items()}
+        new = {ours: value for ours, value in numbers.items() if known is not None and value is not None and known[ours] is None}
+        if known is not None:
+            known.update(new)
+        joined += bool(new)
+    return joined
+
+
+def _read_from(rows: list[dict[str, Any]], ours: str, name: str, kind: str) -> list[str]:
+    """Words on a column that was guessed."""
+    if all(row[ours] is None for row in rows):
+        return [f"no {ours}: column '{name}' holds no number for a step with a loss"]
+    return [_scale(rows, name, kind) if ours == "scale" else f"{ours} read from column '{name}'"]
+
+
+def _scale(rows: list[dict[str, Any]], name: str, kind: str) -> str:
+    """Makes the scale the one after exp, and says what was assumed.
+
+    A column of that name may hold CLIP's parameter, which is the logarithm of the scale and clamped at ln 100, or the scale itself,
+    which starts at 14.3. open_clip prints the scale.
+    """
+    finite = [row["scale"] for row in rows if row["scale"] is not None and math.isfinite(row["scale"])]
+    if kind == OPEN_CLIP or not finite:
+        return f"scale read from column '{name}'"
+    if "logit_scale" not in name.lower() or not all(0 <= value <= LARGEST_LOG_SCALE for value in finite):
+        return f"scale read from column '{name}' as it is, taken to be after exp"
+    for row in rows:
+        row["scale"] = math.exp(row["scale"]) if row["scale"] is not None else None
+    return f"scale read from column '{name}' through exp: no value is over ln 100 = {LARGEST_LOG_SCALE}, as in CLIP's parameter"
 
 
 def _steps(rows: Sequence[Mapping[str, Any]], numbers: list[int], step: str | None, epoch: str | None) -> tuple[list[int], list[str]]:

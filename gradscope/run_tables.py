@@ -7,7 +7,7 @@ that was measured is ever erased.
 
 How it can mislead: a table that is still being written, or whose writer was killed, is read up to its last whole line. A non-finite
 value is written as the string "nan", "inf" or "-inf" and comes back as a float; a missing one is null. In a frame of numbers both
-look like NaN.
+look like NaN; ``with_gaps`` keeps them apart.
 
 This file imports neither torch nor pandas.
 """
@@ -64,6 +64,15 @@ def comparable(frame: pd.DataFrame) -> pd.DataFrame:
     if "unit" in frame:
         frame = frame[~frame["unit"].isin(VOLATILE_UNITS)]
     return frame.drop(columns=[name for name in VOLATILE_COLUMNS if name in frame]).reset_index(drop=True)
+
+
+def with_gaps(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The rows as a frame in which a missing cell is None, and nan a value that was written. Columns with gaps are of objects."""
+    import pandas as pd
+
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    gaps = {name: any(cell is None for cell in cells) for name, cells in columns.items()}
+    return pd.DataFrame({name: pd.Series(cells, dtype=object if gaps[name] else None) for name, cells in columns.items()})
 
 
 def was_streamed(readings: pd.DataFrame) -> bool:

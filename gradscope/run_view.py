@@ -6,6 +6,7 @@ A series gives its finite values in a window: ``whole`` (everything) or ``recent
 epochs, the last quarter; and where that holds fewer than were asked for, the last so many). Too few values, or none, raise
 ``Unmeasured``, which names what is missing and what would record it: whoever asks is silent, and says so.
 
+A missing cell (null, an empty one of a table) is no value: the series has no such step. A nan that was written is one.
 How it can mislead: non-finite values are left out of a window, so a run of nan looks short; rule GS025 counts them.
 This file never imports torch.
 """
@@ -24,7 +25,7 @@ import numpy as np
 
 from gradscope.judgement import unit_of, window
 from gradscope.recording import measured_by, recorded_by
-from gradscope.run_tables import was_streamed
+from gradscope.run_tables import was_streamed, with_gaps
 from gradscope.runlog import Run
 from gradscope.types import DIRECTIONS
 from gradscope.verdict import TERMS
@@ -109,7 +110,8 @@ class View:
     """A run, or a log of another tool, as rules see it.
 
     ``kind`` is "run" or the kind of log; ``trained`` "infonce", "hn" or "" (not known, or nothing is trained); ``width`` None where it
-    is not known. ``notes`` are facts on how the log was read, to be shown; ``decimals`` column -> digits that the log rounds it to.
+    is not known. ``steps`` holds None where a step has no number, and nan where that was written. ``notes`` are facts on how the log
+    was read, to be shown; ``decimals`` column -> digits that the log rounds it to.
     """
 
     path: Path
@@ -218,13 +220,12 @@ class View:
         )
 
     def column(self, name: str) -> Series:
-        """One column of the steps. A null (a step without the number) is nan."""
+        """One column, over the steps that have it."""
         chosen = self.steps if name in self.steps else None
         return self._series(f"column {name}", "steps", "", chosen, name)
 
     def logged_loss(self) -> Series:
-        """The training loss as it was logged. In a loop that is not ours a step row may lack it, which a frame cannot tell from nan:
-        there it is the reading."""
+        """The training loss as it was logged. In a loop that is not ours it is the reading, which the column repeats."""
         return self.reading("loss", "trained", self.term) if "loop" in self.facts else self.column("loss")
 
     def skipped(self) -> Series:
@@ -242,9 +243,9 @@ class View:
         if frame is None or frame.empty:
             nothing = np.zeros(0)
             return Series(name=name, unit=unit, missing=missing, steps=nothing, epochs=nothing, values=nothing)
-        ordered = frame.sort_values("step", kind="stable")
+        ordered = frame[[cell is not None for cell in frame[column]]].sort_values("step", kind="stable")
         steps = ordered["step"].to_numpy()
-        values = np.array([math.nan if value is None or isinstance(value, list) else float(value) for value in ordered[column]])
+        values = np.array([math.nan if isinstance(value, list) else float(value) for value in ordered[column]])
         return Series(name=name, unit=unit, missing=missing, steps=steps, epochs=self._epochs(steps), values=values)
 
     def _epochs(self, steps: np.ndarray) -> np.ndarray:
@@ -271,8 +272,9 @@ def _skipped_steps(column: Series) -> np.ndarray:
 def view_run(path: Path) -> View:
     """A run directory as rules see it. Raises ValueError if it is none, or cannot be read."""
     run = Run(path)
+    steps = with_gaps(run.rows("steps"))
     # ``gradscope probe`` reads checkpoints at fixed weights: no rate was logged, and nothing was trained.
-    trains = "lr" in run.steps or "loop" in run.provenance
+    trains = "lr" in steps or "loop" in run.provenance
     trained = run.recipe.get("objective", {}).get("name", "") if trains else ""
     width = run.provenance.get("width")
     notes = [
@@ -285,7 +287,7 @@ def view_run(path: Path) -> View:
         kind="run",
         trained=trained if trained in TERMS else "",
         width=int(width) if width else None,  # 0: a loop whose first rows are of steps that were skipped before any was measured
-        steps=run.steps,
+        steps=steps,
         readings=run.readings,
         evals=run.evals,
         recipe=run.recipe,
@@ -295,5 +297,6 @@ def view_run(path: Path) -> View:
 
 
 def _counted(run: Run) -> list[tuple[str, int]]:
-    """Superseded rows by table; reads the tables."""
-    return [(name, run.superseded.get(name, 0)) for name in ("steps", "readings", "evals") if getattr(run, name) is not None]
+    """Superseded rows by table, of which the steps have been read; reads the others."""
+    _ = run.readings, run.evals
+    return [(name, run.superseded.get(name, 0)) for name in ("steps", "readings", "evals")]

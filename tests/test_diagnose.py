@@ -195,6 +195,81 @@ def test_what_is_missing_repeated_or_not_finite_is_counted(tmp_path: Path) -> No
     assert diagnose(view).findings[0].evidence[0].value == 2
 
 
+def sparse_log(path: Path, cell: object = None, *, own_rows: bool = False) -> Path:
+    """A healthy log with a gradient norm at every tenth step, ``cell`` (None: left out) at the 41st, and a scale at every third.
+
+    ``own_rows``: norm and scale in rows of their own, as Lightning logs what two calls gave it.
+    """
+    rows: list[dict] = []
+    for step, value in enumerate(losses(), 1):
+        sparse = {"grad_norm": 0.4} if step % 10 == 0 else {"grad_norm": cell} if step == 41 and cell is not None else {}
+        sparse |= {"logit_scale": 50.0} if step % 3 == 0 else {}
+        parts = [{"loss": value}, sparse] if own_rows else [{"loss": value, **sparse}]
+        rows += [{"step": step, **part} for part in parts if part]
+    if path.suffix == ".csv":
+        return write_csv(path, rows)
+    whole = json.dumps({"log_history": rows}) if path.name == "trainer_state.json" else "".join(json.dumps(r) + "\n" for r in rows)
+    path.write_text(whole)
+    return path
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "history.jsonl", "trainer_state.json"])
+@pytest.mark.parametrize("own_rows", [False, True], ids=["one-row", "own-rows"])
+def test_a_missing_cell_is_no_nan_and_a_written_one_is(name: str, own_rows: bool, tmp_path: Path) -> None:
+    view = look(sparse_log(tmp_path / name, own_rows=own_rows), width=16)
+    assert not diagnose(view).findings
+    assert view.column("grad_norm").steps.tolist() == [10, 20, 30, 40, 50, 60]
+    assert view.column("scale").whole().values.tolist() == [50.0] * 20
+    assert run(app, ["check", str(view.path), "--no-findings", "error"]).exit_code == 0
+    for written in ("nan", math.nan, math.inf):
+        found = diagnose(look(sparse_log(tmp_path / name, written, own_rows=own_rows))).findings
+        assert [finding.id for finding in found] == ["GS025"]
+        assert (found[0].evidence[0].value, found[0].evidence[0].where) == (1, "column grad_norm, first at step 41")
+
+
+def test_rows_of_one_step_are_joined_and_counted(tmp_path: Path) -> None:
+    rows = [{"step": 1, "loss": 0.5, "lr": ""}, {"step": 1, "loss": "", "lr": 1e-5}, {"step": 2, "loss": 0.5}, {"step": 3, "lr": 1.0}]
+    view = look(write_csv(tmp_path / "log.csv", [*rows, {"step": 2, "val_loss": 1.0, "grad_norm": ""}]))
+    assert "1 row without a loss joined to the one of the same step" in view.notes
+    assert "2 rows without a loss left out" in view.notes
+    assert "no grad_norm: column 'grad_norm' holds no number for a step with a loss" in view.notes
+    assert view.column("lr").values.tolist() == [1e-5]
+
+
+def test_out_log_with_lines_that_lack_the_scale(tmp_path: Path) -> None:
+    path = open_clip_log(tmp_path, losses(0.7), params="batch_size: 64\n")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line if i % 3 else line.replace("Logit Scale: 14.286 ", "") for i, line in enumerate(lines)))
+    view = look(path)
+    assert 30 < len(view.column("scale").values) < STEPS
+    assert not diagnose(view).findings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read", "said"),
+    [
+        ("logit_scale", math.log(100), 100.0, "through exp: no value is over ln 100 = 4.61"),
+        ("train/logit_scale", 2.66, math.exp(2.66), "through exp"),
+        ("logit_scale", 14.286, 14.286, "as it is, taken to be after exp"),
+        ("train/scale", 4.0, 4.0, "as it is, taken to be after exp"),
+    ],
+)
+def test_which_scale_was_read_is_said(name: str, value: float, read: float, said: str, tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "log.csv", [{"step": k, "loss": 0.5, name: "" if k % 2 else value} for k in range(40)])
+    view = look(path)
+    assert view.column("scale").values == pytest.approx([read] * 20)
+    assert any(note.startswith(f"scale read from column '{name}' {said}") for note in view.notes)
+
+
+def test_a_logarithm_of_the_scale_is_judged_as_the_scale_and_open_clip_prints_the_scale(tmp_path: Path) -> None:
+    """From 10 to 90 in a saturated log: GS031 sees the growth; 2.3 to 4.5 would be none."""
+    rows = [{"step": k, "loss": 1e-5, "logit_scale": math.log(10 + 80 * k / 59)} for k in range(60)]
+    assert "GS031" in ids(write_csv(tmp_path / "log.csv", rows), width=16)
+    path = open_clip_log(tmp_path, losses(0.7))
+    path.write_text(path.read_text().replace("Logit Scale: 14.286", "Logit Scale: 4.000"))
+    assert set(look(path).column("scale").values) == {4.0}
+
+
 @pytest.mark.parametrize(
     ("text", "encoding"),
     [

@@ -528,6 +528,7 @@ def test_healthy_loops_of_others_are_left_in_peace(width: int, tmp_path: Path) -
         {"readings": {("loss", "true", "infonce"): lambda step: math.log(WIDTH) * (1 - step / 200)}},  # starts at chance, comes down
         {"readings": {("scale", "at_limit", ""): 1.0}},
         {"columns": {"scale": 400.0}},  # large, and few anchors done
+        {"columns": {name: lambda step: 0.4 if step % 10 == 0 else None for name in ("grad_norm", "scale", "lr")}},  # most have none
         {"columns": {"scale": lambda step: 10.0 + step}},
         {
             "recipe": HN,
@@ -542,6 +543,13 @@ def test_healthy_loops_of_others_are_left_in_peace(width: int, tmp_path: Path) -
 def test_healthy_shapes_are_left_in_peace(shape: dict, tmp_path: Path) -> None:
     changes = shape.pop("readings", {}) if "readings" in shape else {}
     assert not ids(diagnose(look(hand_run(tmp_path / "run", changes, **shape))))
+
+
+def test_a_step_whose_norm_is_not_known_is_not_called_still(tmp_path: Path) -> None:
+    """Mixed precision skipped every other step: its gradient overflowed, which is no gradient of 0."""
+    zero = {("hooks", "agreement", "*"): math.nan, ("hooks", "factor", "*"): math.nan}
+    path = hand_run(tmp_path / "run", zero, columns={"grad_norm": lambda step: None if step % 4 == 1 else 0.0})
+    assert "GS032" not in ids(diagnose(look(path)))
 
 
 def test_noise_around_healthy_values_is_left_in_peace(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ class NoGradient:
         last = agreement.values[-max(self.least, len(agreement.values) // 4) :]
         norm = view.column("grad_norm")
         moved = norm.values[np.isin(norm.steps, agreement.steps[-len(last) :])]
-        if len(last) < self.least or np.isfinite(last).any() or (moved != 0).any():
+        unknown = len(norm.values) > 0 and len(moved) < len(last)  # a skipped step has no norm
+        if len(last) < self.least or np.isfinite(last).any() or unknown or (moved != 0).any():
             return []
         residual = residual_evidence(view, self.least)
         if residual.value < RESIDUAL:
