@@ -34,6 +34,8 @@ TIMEOUT = timedelta(hours=1)
 
 #: How long the processes may take to find each other.
 MEETING = timedelta(minutes=10)
+#: How long the others wait for the one that says what is wrong.
+SPEAKING = timedelta(seconds=5)
 
 LOST = (
     "another process of this run has ended, so this one ends too; look for its reason above or in the other nodes' output. What was "
@@ -104,7 +106,7 @@ def only_first_speaks() -> None:
 def speak_up(*, lost: bool = False) -> bool:
     """Whether this process is the one to say why the run failed: the first of all that asks; then its stderr is heard again.
 
-    ``lost``: all it has to say is that another one is gone.
+    The others wait until it ``has_spoken``. ``lost``: all it has to say is that another one is gone.
     """
     global _said
     first = not _said and (not together() or _first_to_fail(lost))
@@ -112,6 +114,13 @@ def speak_up(*, lost: bool = False) -> bool:
     if first and _voice is not None:
         sys.stderr = _voice
     return first
+
+
+def has_spoken() -> None:
+    """The other processes, which wait in ``speak_up``, may end: as soon as one has, torchrun ends all that are left."""
+    if together():
+        with suppress(Exception):  # they do not wait for ever
+            _meeting_place().set("gradscope/spoken", "")
 
 
 def leave_for_torchrun(line: str) -> None:
@@ -127,7 +136,12 @@ def leave_for_torchrun(line: str) -> None:
 
 def _first_to_fail(lost: bool) -> bool:
     try:
-        return bool(_meeting_place().add("gradscope/failed", 1) == 1)
+        place = _meeting_place()
+        first = bool(place.add("gradscope/failed", 1) == 1)
+        if not first:
+            with suppress(Exception):
+                place.wait(["gradscope/spoken"], SPEAKING)
+        return first
     except Exception:  # the first rank kept the list and is gone: with a word about what ails us too, or killed without one
         return int(os.environ["RANK"]) == (1 if lost else 0)
 

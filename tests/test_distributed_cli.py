@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -77,6 +78,23 @@ def torchruns_report(heard: Path) -> str:
     assert len(list(heard.glob("error-*"))) == 1
     ends = {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(heard / f"error-{rank}")) for rank in (0, 1)}
     return str(ChildFailedError("gradscope", ends)).strip().splitlines()[-2]
+
+
+def test_the_others_wait_until_the_one_that_speaks_has_spoken(monkeypatch):
+    """torchrun ends all processes as soon as one has ended, and would cut it short."""
+    place, order = torch.distributed.HashStore(), []
+    place.add("gradscope/failed", 1)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "_store", place)
+    monkeypatch.setattr(launch, "_said", False)
+    other = threading.Thread(target=lambda: order.append(launch.speak_up()))
+    other.start()
+    time.sleep(0.1)  # a process that does not wait ends here
+    order.append("spoken")
+    launch.has_spoken()
+    other.join()
+    assert order == ["spoken", False]
 
 
 def test_torchrun_names_the_one_that_left_a_word(tmp_path, monkeypatch):

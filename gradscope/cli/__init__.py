@@ -33,6 +33,7 @@ from gradscope.launch import (
     STOPPED_ALONE,
     Lost,
     Stopped,
+    has_spoken,
     leave_for_torchrun,
     only_first_speaks,
     speak_up,
@@ -165,6 +166,7 @@ def _say(line: str, *, lost: bool = False) -> None:
         _print(line)
         if not lost:  # torchrun names the one that is gone
             leave_for_torchrun(f"gradscope: {line}")
+        has_spoken()
 
 
 def _print(line: str) -> None:
@@ -179,12 +181,14 @@ def _say_usage(error: Any) -> None:
     if speak_up():
         rich_format_error(error)
         leave_for_torchrun(f"gradscope: {error.format_message()}")
+        has_spoken()
 
 
 def _hand_on() -> None:
     """An error that is ours: its traceback is shown by the one that speaks, and by torchrun."""
     if speak_up():
         leave_for_torchrun(traceback.format_exc())
+        has_spoken()
 
 
 def _go_on(words: list[str]) -> str:
