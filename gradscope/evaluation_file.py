@@ -13,6 +13,7 @@ from rich.table import Table
 
 from gradscope.compare import Comparison, Flip, caption_numbers
 from gradscope.contamination import Contamination
+from gradscope.data.caption_rows import RECORD_SUFFIXES
 from gradscope.data.shard_names import file_label
 from gradscope.data.source import DataSource
 from gradscope.evaluate import Details, Embedded
@@ -80,10 +81,17 @@ def hardness_table(details: Details) -> Table:
     table = Table(title="R@1 by hardness", title_justify="left", caption=DEFINITION, caption_justify="left")
     for name in ("direction", "hardest cosine", "queries", "R@1"):
         table.add_column(name, justify="left" if name == "direction" else "right")
+    digits = _digits([(b.low_cosine, b.high_cosine) for b in details.hardness])
     for b in details.hardness:
-        span = f"{b.low_cosine:.3f} to {b.high_cosine:.3f}"
+        span = f"{b.low_cosine:.{digits}f} to {b.high_cosine:.{digits}f}"
         table.add_row(NAMES[b.direction], span, f"{b.n_queries:,}", _percent(b.value, b.low, b.high))
     return table
+
+
+def _digits(spans: list[tuple[float, float]]) -> int:
+    """Three, or as many as tell the two edges of every bin apart (a narrow cone has them at 0.9996 and 0.9999), at most nine."""
+    unequal = [(low, high) for low, high in spans if low != high]
+    return next((k for k in range(3, 9) if all(f"{low:.{k}f}" != f"{high:.{k}f}" for low, high in unequal)), 9)
 
 
 def curve_table(details: Details) -> Table:
@@ -103,7 +111,8 @@ def contamination_table(evaluation: Evaluation) -> Table:
     """R@1, R@5 and R@10 of the whole gallery, without the seen items, and with them as distractors only."""
     found = evaluation.contamination
     assert found is not None
-    table = Table(title=f"Trained on {found.trained_on}", title_justify="left", caption=found.sentence, caption_justify="left")
+    under = found.sentence if found.removed else f"{found.sentence}\nnone left without them: every item was trained on"
+    table = Table(title=f"Trained on {found.trained_on}", title_justify="left", caption=under, caption_justify="left")
     table.add_column("metric")
     for name in NAMES.values():
         table.add_column(name, justify="right")
@@ -203,9 +212,23 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 
 def default_path(encoder: str, data: str, split: str, label: str = "") -> Path:
     """eval-DATA-SPLIT[-LABEL].json, in the encoder's folder if it is one. A split may be called anything: slashes become hyphens."""
-    plain = split.replace("/", "-").replace("\\", "-")
-    name = f"eval-{file_label(data)}-{plain}{f'-{label}' if label else ''}.json"
+    name = f"eval-{data_label(data, split)}{f'-{label}' if label else ''}.json"
     return Path(encoder) / name if Path(encoder).is_dir() else Path(f"{encoder.replace('/', '-').replace(':', '-')}-{name}")
+
+
+def data_label(data: str, split: str) -> str:
+    """DATA-SPLIT for the names of files; a list of records goes without its ending."""
+    label, plain = file_label(data), split.replace("/", "-").replace("\\", "-")
+    kind = Path(label).suffix
+    return f"{label.removesuffix(kind) if kind.lower() in RECORD_SUFFIXES else label}-{plain}"
+
+
+def comparison_path(a: str, b: str, data: str, split: str) -> Path | None:
+    """compare-DATA-SPLIT-with-B.json beside the first model, where that is a folder or a file; None where it has no place on disk."""
+    place = Path(a) if Path(a).is_dir() else Path(a).parent if Path(a).is_file() else None
+    stem = f"{Path(a).stem}-" if Path(a).is_file() else ""
+    other = Path(b).stem if Path(b).is_file() else Path(b).name.replace(":", "-")
+    return None if place is None else place / f"{stem}compare-{data_label(data, split)}-with-{other}.json"
 
 
 def not_over_other_data(path: Path, sha256: str) -> Path:

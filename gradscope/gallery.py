@@ -73,8 +73,8 @@ def repeats(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def protocol_of(encoder: str, gallery: Gallery, embedded: Embedded) -> Protocol:
-    """The facts beside the numbers of ``encoder`` on ``gallery``."""
+def protocol_of(encoder: str, gallery: Gallery, embedded: Embedded, *, note: str = "") -> Protocol:
+    """The facts beside the numbers of ``encoder`` on ``gallery``; ``note`` is what is to be said of the encoder."""
     return Protocol(
         encoder=encoder,
         data=shown_name(gallery.source.name),
@@ -89,7 +89,7 @@ def protocol_of(encoder: str, gallery: Gallery, embedded: Embedded) -> Protocol:
         truncated=embedded.truncated,
         preprocessing=embedded.preprocessing,
         precision=embedded.precision,
-        notes=gallery.notes,
+        notes=(*gallery.notes, note) if note else gallery.notes,
     )
 
 

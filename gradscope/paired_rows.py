@@ -42,6 +42,13 @@ def paired_rows(embedded: Embedded) -> Pairs:
     return Pairs(image=image[kept], text=text[kept], left_out=int((~kept).sum()))
 
 
+def refuse_width(width: int, pairs: int, split: str) -> None:
+    """Raises ValueError where ``pairs`` of ``split`` do not fill one softmax of ``width``; "" where no split can be chosen."""
+    if pairs >= 2 and not 2 <= width <= pairs:
+        of, other = (f" of split '{split}'", ", another --split") if split else ("", "")
+        raise ValueError(f"a width of {width:,} does not fit {pairs:,} pairs{of}; choose --width 2 to {pairs:,}{other}, or more data.")
+
+
 def draw_batches(pairs: int, width: int, batches: int, seed: int) -> list[Tensor]:
     """At most ``batches`` index tensors [width] without replacement; fewer where the pairs do not fill so many.
 

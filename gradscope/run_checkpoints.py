@@ -18,10 +18,12 @@ CHOICES = ("last", "best", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """``load`` is what ``load_encoder`` takes, ``name`` what to write beside the numbers; ``suffix`` tells output files apart."""
+    """``load`` is what ``load_encoder`` takes, ``name`` what to write beside the numbers and ``note`` what to say of it there;
+    ``suffix`` tells output files apart."""
 
     load: str
     name: str
+    note: str = ""
     suffix: str = ""
 
 
@@ -41,14 +43,14 @@ def chosen_checkpoints(encoder: str, choice: str) -> list[Chosen]:
     if choice == "last":
         return [last]
     if choice == "both" and _marked(Path(encoder)) is None:
-        return [Chosen(load=encoder, name=f"{encoder} (last; best on validation was the start, before any update)")]
+        return [Chosen(load=encoder, name=f"{encoder}, last", note="best on validation was the start, before any update")]
     best = _best(Path(encoder))
     if choice == "best":
         return [best]
     checkpoints = Run(encoder).checkpoints()
     if checkpoints and Path(best.load) == checkpoints[-1]:
-        return [Chosen(load=encoder, name=f"{encoder} (last, which is also best on validation)")]
-    return [Chosen(load=encoder, name=f"{encoder} (last)"), best]
+        return [Chosen(load=encoder, name=f"{encoder}, last", note="the last checkpoint is also the best on validation")]
+    return [Chosen(load=encoder, name=f"{encoder}, last"), best]
 
 
 def _best(run: Path) -> Chosen:
@@ -58,7 +60,7 @@ def _best(run: Path) -> Chosen:
     folder = run / "checkpoints" / name
     if not folder.is_dir():
         raise ValueError(f"the best checkpoint of run '{run}', {name}, is not on disk; use --checkpoint last.")
-    return Chosen(load=str(folder), name=f"{run} (best on validation, {name})", suffix="-best")
+    return Chosen(load=str(folder), name=f"{run}, best", note=f"best on validation: {name}", suffix="-best")
 
 
 def _marked(run: Path) -> str | None:

@@ -23,16 +23,17 @@ RULE = "Stops teaching: at least half of the batches have a true loss under 1e-3
 
 
 def sentences(table: DataFrame) -> list[str]:
-    """One sentence per objective (columns of ``gradscope.whatif.what_if``), or one for each precision and loss scale that differs."""
+    """One sentence per objective (columns of ``gradscope.whatif.what_if``), or one for each precision and loss scale that differs;
+    objectives of which the same is to be said share it."""
     by_words: dict[tuple[str, str], list[str]] = {}
     for (objective, precision, loss_scale), arm in arms(table):
         by_words.setdefault((objective, "; ".join(_clauses(arm))), []).append(_setting(table, precision, loss_scale))
     differing = [objective for objective, _ in by_words]
-    said = []
+    said: dict[str, list[str]] = {}
     for (objective, words), settings in by_words.items():
         which = f" ({'; '.join(settings)})" if differing.count(objective) > 1 else ""
-        said.append(f"{objective}{which}: {words}.")
-    return said
+        said.setdefault(words, []).append(f"{objective}{which}")
+    return [f"{', '.join(named)}: {words}." for words, named in said.items()]
 
 
 def arms(table: DataFrame) -> list[tuple[Arm, DataFrame]]:

@@ -150,6 +150,8 @@ def test_info(cli, toy, tmp_path: Path):
     facts = json.loads(cli("info", "toy-set", "--json")[1])
     assert facts["settings"] == {"folder": "x"}
     assert [(d["to"], d["state"]) for d in facts["downloads"]] == [("captions.json", "unchecked"), ("images.zip", "missing")]
+    code, _, err = cli("info", ".")
+    assert (code, "data check ." in err) == (2, True)
     code, _, err = cli("info", "toy-sett")
     assert code == 2
     assert "unknown data set 'toy-sett'. Did you mean 'toy-set'?" in err

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from gradscope.compare import compare, compared
 from gradscope.contamination import asking, contamination, without
 from gradscope.evaluate import Embedded, score
-from gradscope.evaluation_file import comparison_table, flip_lines
+from gradscope.evaluation_file import comparison_path, comparison_table, flip_lines
 from gradscope.metrics.ranks import ranks
 from gradscope.metrics.recall import hit_probability, metric_rows
 
@@ -286,8 +286,10 @@ def test_best_last_and_both(cli, small, small_encoder, make_encoder, tmp_path) -
     best.write_text('{"step": 2, "recall_at_1": 0.5, "checkpoint": "step-000002"}')
     code, out, error = cli("eval", "run", "--data", small, "--checkpoint", "both", *COMMON)
     assert code == 0, error
-    assert "run (last) on" in " ".join(out.split())
-    assert "best on validation, step-000002" in out
+    assert "run, last on" in " ".join(out.split())
+    assert "run, best on" in " ".join(out.split())
+    assert "best on validation: step-000002" in out
+    assert json.loads((run / "eval-small-test-best.json").read_text())["encoder"] == "run, best"
     files = {name: json.loads((run / f"eval-small-test{name}.json").read_text()) for name in ("", "-best")}
     expected = {}
     for name, encoder in (("", small_encoder), ("-best", run / "checkpoints" / "step-000002")):
@@ -409,7 +411,7 @@ def test_data_sets_of_one_file_name_do_not_overwrite_each_other(cli, small, smal
         (tmp_path / name / "list.jsonl").write_text("\n".join(some) + "\n")
     said = [cli("eval", small_encoder, "--data", f"{name}/list.jsonl", *COMMON) for name in ("a", "b", "a", "b")]
     assert [code for code, _, _ in said] == [0] * 4
-    found = [json.loads(path.read_text()) for path in small_encoder.glob("eval-list.jsonl-all*.json")]
+    found = [json.loads(path.read_text()) for path in small_encoder.glob("eval-list-all*.json")]
     assert sorted(content["protocol"]["images"] for content in found) == [5, 7]
     assert {Path(content["protocol"]["data"]).parent.name for content in found} == {"a", "b"}
 
@@ -426,10 +428,30 @@ def test_a_comparison_counts_queries_that_are_not_finite(cli, small, small_encod
     code, out, error = cli("compare", "a.safetensors", "b.safetensors", "--resamples", 20)
     assert code == 0, error
     assert "b: 1 queries are not finite and count as misses" in out
-    assert json.loads(Path("compare.json").read_text())["non_finite"] == {"a": 0, "b": 1}
+    assert json.loads(Path("a-compare-small-test-with-b.json").read_text())["non_finite"] == {"a": 0, "b": 1}
+    assert "JSON: a-compare-small-test-with-b.json" in out
+    assert not Path("compare.json").exists()
+
+
+def test_a_comparison_lies_beside_its_first_model_or_nowhere(tmp_path: Path) -> None:
+    assert comparison_path(str(tmp_path), "runs/b", "docci", "test") == tmp_path / "compare-docci-test-with-b.json"
+    assert comparison_path("ViT-B-16:openai", str(tmp_path), "docci", "test") is None
+
+
+def test_a_width_over_the_split_names_the_split(cli, small, small_encoder) -> None:
+    for command in ("audit", "what-if"):
+        _, _, error = cli(command, small_encoder, "--data", small, "--width", 16, "--device", "cpu")
+        words = "a width of 16 does not fit 12 pairs of split 'test'; choose --width 2 to 12, another --split, or more data."
+        assert words in " ".join(error.split())
+
+
+def test_where_every_item_was_trained_on_nothing_is_left(cli, small, small_encoder) -> None:
+    code, out, error = cli("eval", small_encoder, "--data", small, "--split", "train", "--trained-on", f"{small}:train", *COMMON)
+    assert code == 0, error
+    assert "none left without them" in " ".join(out.split())
 
 
 def test_the_name_of_a_split_leads_to_no_other_folder() -> None:
     from gradscope.evaluation_file import default_path
 
-    assert default_path("tiny", "my/list.csv", "../a\\b") == Path("tiny-eval-list.csv-..-a-b.json")
+    assert default_path("tiny", "my/list.csv", "../a\\b") == Path("tiny-eval-list-..-a-b.json")

@@ -428,7 +428,7 @@ def test_unclear_and_empty_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file or folder '.*nowhere\.csv'.*holds nothing"):
         OwnFiles(path=str(tmp_path / "nowhere.csv")).open()
     write(tmp_path / "metadata.csv", "image,caption\n")
-    refused(tmp_path, "holds metadata.csv", "to read 'metadata.csv', give its path")
+    refused(tmp_path, "holds metadata.csv", "to read 'metadata.csv', give its path", "neither train.jsonl")
     refused(tmp_path / "metadata.csv", "holds no records")
     refused(write(tmp_path / "a.doc", "x"), "ends in '.doc'")
     pair(tmp_path, "a", "text")

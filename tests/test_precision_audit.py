@@ -352,7 +352,7 @@ def test_a_width_that_takes_much_memory_is_announced(capsys) -> None:
         (("--synthetic", "--output", "x.txt"), "ends in .csv or .json"),
         (("e.safetensors", "--cosines", "0.2"), "belongs to --synthetic"),
         (("e.safetensors", "--data", "scenes"), "would be ignored"),
-        (("e.safetensors", "--width", "99"), "does not fit"),
+        (("e.safetensors", "--width", "99"), "; choose --width 2 to"),
     ],
 )
 def test_wrong_flags_are_one_sentence(cli, tmp_path, words, said) -> None:

@@ -255,6 +255,20 @@ def test_words_join_precisions_that_say_the_same() -> None:
     assert said[1].startswith("infonce (fp16): stops teaching everywhere in the grid; its gradient overflows")
 
 
+def test_objectives_of_which_the_same_is_said_share_a_sentence() -> None:
+    same = [table_of([(20.0, 8, 1.0)], objective=name) for name in ("infonce", "hn 0.25", "hn 0.5")]
+    said = sentences(pd.concat([*same, table_of([(20.0, 8, 0.0)], objective="dcl")], ignore_index=True))
+    assert said == ["infonce, hn 0.25, hn 0.5: stops teaching everywhere in the grid.", "dcl: stops nowhere in the grid."]
+
+
+def test_settings_are_not_counted_as_objectives(stored: Path) -> None:
+    code, told = go(
+        "what-if", stored, "--objective", "infonce,hn", "--margin", "live", "--width", "8", "--scale", "20", "--batches", "1"
+    )
+    assert code == 0, told
+    assert "2 objectives in 3 settings of gamma, margin and beta: infonce, hn 0.25, hn 0.5" in told
+
+
 def test_tables_fit_a_narrow_terminal() -> None:
     from rich.console import Console
 

@@ -24,7 +24,7 @@ from gradscope.objectives.hn import HN
 from gradscope.objectives.infonce import InfoNCE
 from gradscope.objectives.margin import MARGINS, margin_matrix, off_diagonal_mean
 from gradscope.probe import Probe
-from gradscope.quantities import left_out_words, quantity_set
+from gradscope.quantities import left_out_words, needs, quantity_set
 from gradscope.quantities.zeros import Zeros
 from gradscope.recipe import resolve
 from gradscope.run_tables import comparable
@@ -183,7 +183,21 @@ def test_nothing_lost_is_nothing_said() -> None:
     assert left_out_words(held, 8192) == ""
     assert "268" not in left_out_words(quantity_set("loss"), 8192)
     assert "256 MB a matrix" in left_out_words(quantity_set("loss"), 8192)
-    assert 'kernel "dense" reads it)' in left_out_words(quantity_set("loss"), 16)
+    assert "reads all; docs/streaming.md)" in left_out_words(quantity_set("loss"), 16)
+
+
+def test_the_words_on_what_is_lost_are_short_and_the_page_has_the_rest() -> None:
+    held = quantity_set("full")
+    words = left_out_words(held, 4096)
+    assert len(words) < 260
+    assert "--kernel dense" in words
+    page = (Path(__file__).parents[1] / "docs" / "streaming.md").read_text()
+    whole = sorted(name for name, quantity in held.items() if needs(quantity, "cells"))
+    assert f"| {', '.join(whole)} | all of it |" in page
+    for name, quantity in held.items():
+        if lost := getattr(quantity, "left_out", ""):
+            assert f"| {name} | {lost} |" in page
+            assert f"parts of {name}" in words
 
 
 def test_a_loss_of_one_direction_keeps_its_cells() -> None:
@@ -302,10 +316,10 @@ def test_training_streamed_is_training_dense(run: Callable[..., tuple[Run, dict[
             assert steps[0][column].tolist() == steps[1][column].tolist()
     console = (wide.path / "console.log").read_text()
     assert "loss streaming: as asked; value and gradient in the residual form" in console
-    assert console.count("what needs them is not read") == 1
+    assert console.count("is streamed, without single cells; not read: ") == 1
     assert "failed" not in console
     assert wide.readings["stamps"].str.contains("streamed, no cells").any()
-    assert any("pull on the positive rounded to 0 in 0% of rows" in line for line in sentences(summarise(wide.path)))
+    assert any("pull on the positive rounded to 0 in 0%." in line for line in sentences(summarise(wide.path)))
     with pytest.raises(ValueError, match="with --log-grads --probe-set full --kernel dense to record it"):
         wide.reading("concentration", "binned_predicted", "")
     assert "loss dense: as asked; in the residual form" in (dense.path / "console.log").read_text()

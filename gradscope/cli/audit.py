@@ -110,7 +110,7 @@ def audit(
     elif cosines is not None:
         raise ValueError("--cosines belongs to --synthetic; leave it out, or add --synthetic.")
     else:
-        pairs, own = _pairs(source, settings, data, split, batch_size, workers, trust_archive, device)
+        pairs, own = _pairs(source, settings, data, split, width, batch_size, workers, trust_archive, device)
         frame = _drawn(pairs, arms, steps, scale or own, width, batches, seed)
         title = f"{source}, {frame['batch'].nunique()} batches of {width} from {len(pairs.image):,} pairs"
     if frame["denormals_flushed"].any():
@@ -191,6 +191,7 @@ def _pairs(
     settings: Data,
     data: str | None,
     split: str | None,
+    width: int,
     batch_size: int,
     workers: int,
     trust_archive: bool,
@@ -198,12 +199,14 @@ def _pairs(
 ) -> tuple[Pairs, float]:
     """The pairs of a file of embeddings or of an encoder, and the scale to read them at."""
     from gradscope.cli.pair_source import read_pairs
+    from gradscope.paired_rows import refuse_width
 
     if source is None:
         raise ValueError("nothing to audit: give stored embeddings, an encoder or a run, or --synthetic.")
     found = read_pairs(
         source, settings, data=data, split=split, batch_size=batch_size, workers=workers, trust_archive=trust_archive, device=device
     )
+    refuse_width(width, len(found.pairs.image), found.split)
     return found.pairs, _SCALE if found.scale is None else found.scale
 
 

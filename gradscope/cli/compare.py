@@ -47,7 +47,9 @@ def compare(
     decode: Decode = "fast",
     on_too_long: OnTooLong = "truncate",
     examples: Annotated[int, typer.Option(help="Flips shown of each kind; the JSON has all.", min=0)] = 3,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("compare.json"),
+    output: Annotated[
+        Path | None, typer.Option(help="Where the JSON goes.", show_default="compare-DATA-SPLIT-with-B.json beside A")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the JSON instead of tables.")] = False,
     resamples: Resamples = 2000,
     batch_size: BatchSize = 128,
@@ -59,11 +61,13 @@ def compare(
 
     Example: gradscope compare runs/demo/hn runs/demo/infonce --data scenes
     """
+    import json
+
     from gradscope.compare import compare as compared
     from gradscope.console import console, out, progress
     from gradscope.embeddings_file import is_embeddings_file, load_embeddings
     from gradscope.encoders.load import resolve_device
-    from gradscope.evaluation_file import comparison_content, comparison_table, flip_lines, write_json
+    from gradscope.evaluation_file import comparison_content, comparison_path, comparison_table, flip_lines, write_json
     from gradscope.gallery import protocol_of, read_gallery
     from gradscope.paths import check_writable
 
@@ -89,10 +93,13 @@ def compare(
     (first, protocol_a), (second, protocol_b) = sides
     comparison = compared(first, second, resamples=resamples)
     content = comparison_content(comparison, protocol_a, protocol_b)
-    path = write_json(output, content)
+    path = output or comparison_path(a, b, protocol_a.data, protocol_a.split)
+    written = (
+        f"JSON: {write_json(path, content)}" if path else f"no JSON is kept, as '{a}' is no folder or file; --output gives it a place"
+    )
     if json_:
-        typer.echo(path.read_text(encoding="utf-8"), nl=False)
-        console.print(f"JSON: {path}", soft_wrap=True)
+        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        console.print(written, soft_wrap=True)
         return
     title = f"{protocol_a.data} {protocol_a.split}: {comparison.images:,} images, {comparison.captions:,} captions"
     out.print(comparison_table(comparison, protocol_a.encoder, protocol_b.encoder, title))
@@ -102,4 +109,4 @@ def compare(
             out.print(f"{side}: {lost:,} queries are not finite and count as misses", soft_wrap=True)
     for line in flip_lines(comparison, examples):
         out.print(line, soft_wrap=True)
-    out.print(f"JSON: {path}", soft_wrap=True)
+    out.print(written, soft_wrap=True)

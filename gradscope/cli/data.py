@@ -79,6 +79,8 @@ def info_data(
     if name not in data_sets and names_shards(name):
         print_shards(name, as_json=as_json)
         return
+    if name not in data_sets and Path(name).exists():
+        raise ValueError(f"'{name}' is no public data set but a path; `gradscope data check {name}` looks at what is in it")
     component = data_sets[name]
     info: DataInfo = component.info
     fact = _facts(name, info, data_dir)

@@ -213,7 +213,7 @@ def _scored(
     )
     from gradscope.gallery import protocol_of
 
-    protocol = protocol_of(chosen.name, gallery, embedded)
+    protocol = protocol_of(chosen.name, gallery, embedded, note=chosen.note)
     stored, queries, output = targets
     if stored and rank() == 0:
         save_embeddings(stored, embedded, protocol)

@@ -18,11 +18,13 @@ _MATRICES, _LARGE = 12, 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """``scale`` is the encoder's own, None where only its embeddings are at hand; ``notes`` are those of the data."""
+    """``scale`` is the encoder's own, None where only its embeddings are at hand; ``notes`` are those of the data, ``split`` that which
+    was read, "" where it was not chosen here."""
 
     pairs: Pairs
     scale: float | None
     notes: tuple[str, ...]
+    split: str = ""
 
 
 def read_pairs(
@@ -68,7 +70,7 @@ def read_pairs(
             on_too_long=settings.on_too_long,
             advance=advance,
         )
-    return PairSource(pairs=paired_rows(embedded), scale=float(encoder.scale().detach()), notes=gallery.notes)
+    return PairSource(pairs=paired_rows(embedded), scale=float(encoder.scale().detach()), notes=gallery.notes, split=gallery.split)
 
 
 def announce_memory(width: int) -> None:

@@ -97,7 +97,9 @@ def train(
         typer.Option(help="Of the loss: dense, streaming (no width x width store), or auto: by width. (default: auto)"),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over train. (default: 3)")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Stop (and end the schedule) after so many steps, never more than --epochs.")] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(help="Stop (and end the schedule) after so many steps, never more than --epochs.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Records per micro-batch. (default: 16)")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step. (default: 1)")] = None,
     accumulate_mode: Annotated[

@@ -99,6 +99,7 @@ def what_if(
     """
     from gradscope.cli.pair_source import read_pairs
     from gradscope.console import out, progress
+    from gradscope.paired_rows import refuse_width
     from gradscope.paths import check_writable
     from gradscope.whatif import check_grid
     from gradscope.whatif import what_if as measured
@@ -118,6 +119,8 @@ def what_if(
         source, settings, data=data, split=split, batch_size=batch_size, workers=workers, trust_archive=trust_archive, device=device
     )
     grid = _grid(arms, _widths(width, len(found.pairs.image)), precision, loss_scale, order, batches, seed)
+    for one in grid.widths:
+        refuse_width(one, len(found.pairs.image), found.split)
     scales = scales or _with_own(found.scale)
     _say(source, found.pairs, grid, found.notes)
     with progress("what if") as advance:
@@ -210,8 +213,15 @@ def _say(source: str, pairs: Pairs, grid: Grid, notes: tuple[str, ...]) -> None:
     if pairs.left_out:
         console.print(f"note: {pairs.left_out:,} pairs with embeddings that are not finite are left out", soft_wrap=True)
     n = len(pairs.image)
-    console.print(f"{source}: {n:,} pairs, {len(grid.arms)} objectives", soft_wrap=True)
+    console.print(f"{source}: {n:,} pairs, {_objectives([arm.label for arm in grid.arms])}", soft_wrap=True)
     announce_memory(max(grid.widths_for(n)))
+
+
+def _objectives(labels: list[str]) -> str:
+    """ "2 objectives in 3 settings of gamma, margin and beta: infonce, hn 0.25, hn 0.5"; the settings only where there are several."""
+    kinds = len({label.split()[0] for label in labels})
+    words = f"{kinds} objective{'s' * (kinds > 1)}"
+    return words if kinds == len(labels) else f"{words} in {len(labels)} settings of gamma, margin and beta: {', '.join(labels)}"
 
 
 def _batches(table: DataFrame) -> str:

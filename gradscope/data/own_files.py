@@ -120,8 +120,8 @@ class OwnFiles:
             names = pair_names(list(pairs.values()), folder)
             return {split: partial(found.read, names, self.encoding) for split, found in pairs.items()}
         raise ValueError(
-            f"folder '{self.path}' has neither train.jsonl nor test.jsonl (val; .json, .csv, .tsv, .parquet), no *.tar, and no picture "
-            f"with a .txt of its stem; it {_holds(folder)}{_other_file(folder)}"
+            f"{_other_file(folder)}folder '{self.path}' has neither train.jsonl nor test.jsonl (val; .json, .csv, .tsv, .parquet), no "
+            f"*.tar, and no picture with a .txt of its stem; it {_holds(folder)}"
         )
 
     def _pairs(self, folder: Path, files: Mapping[str, Path]) -> Mapping[str, Pairs]:
@@ -213,4 +213,4 @@ def _holds(folder: Path) -> str:
 
 def _other_file(folder: Path) -> str:
     file = next((p for p in sorted(folder.iterdir()) if p.suffix.lower() in RECORD_SUFFIXES and p.is_file()), None)
-    return f"; to read '{file.name}', give its path" if file else "."
+    return f"to read '{file.name}', give its path: '{file}'; " if file else ""

@@ -50,14 +50,13 @@ def needs_gradients(quantity: Any) -> bool:
 
 def left_out_words(held: Mapping[str, Any], width: int) -> str:
     """What of a set is not read where the softmax is streamed: which and why, in a sentence; "" where nothing is lost."""
-    whole = [name for name, quantity in held.items() if needs(quantity, "cells")]
-    parts = [f"of {name} the {quantity.left_out}" for name, quantity in held.items() if getattr(quantity, "left_out", "")]
-    if not whole and not parts:
+    lost = [name for name, quantity in held.items() if needs(quantity, "cells")]
+    lost += [f"parts of {name}" for name, quantity in held.items() if getattr(quantity, "left_out", "")]
+    if not lost:
         return ""
     megabytes = width * width * 4 / 2**20
     size = f", at {megabytes:.0f} MB a matrix" if megabytes >= 1 else ""
-    lost = "; ".join([", ".join(whole), *parts] if whole else parts)
     return (
-        f"at width {width} the softmax is streamed: its {width} x {width} cells never exist, and what needs them is not read: {lost} "
-        f'(kernel "dense" reads it{size})'
+        f"the softmax over {width} is streamed, without single cells; not read: {', '.join(lost)} "
+        f'(--kernel dense, in a Probe kernel="dense", reads all{size}; docs/streaming.md)'
     )
