@@ -180,12 +180,12 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, quiet: bool = F
         if first == 1:
             best = _validate(encoder, data.validation, recipe, log, read, step=0, epoch=0, best=best)
 
-        def note(line: str) -> None:
+        def say_elsewhere(line: str) -> None:
             log.console(line)
             if not quiet and not console.is_interactive:
                 console.print(line, soft_wrap=True, markup=False)
 
-        tell = PlainProgress(total=total_steps, per_epoch=batches.steps_per_epoch, first=first, say=note)
+        tell = PlainProgress(total=total_steps, per_epoch=batches.steps_per_epoch, first=first, say=say_elsewhere)
         show = stack.enter_context(display(total_steps, first, quiet, log.path if reader else None))
         encoder.train()
         step_pass = StepPass(

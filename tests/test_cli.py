@@ -22,6 +22,7 @@ from gradscope.cli.sweep import _table as sweep_table
 from gradscope.cli.train import KEYS
 from gradscope.console import out as printed
 from gradscope.recipe import resolve
+from gradscope.runlog import Run
 
 COMMANDS = [
     *("audit", "train", "sweep", "eval", "compare", "diagnose", "check", "probe", "zeros", "what-if"),
@@ -261,6 +262,14 @@ def test_sigterm_is_said_too_and_the_next_command_was_not_told(cli, monkeypatch)
     assert signal.getsignal(signal.SIGTERM) is before
     assert not launch.told_to_stop()
     assert cli("figure", "4", "no-such-run")[0] == 2
+
+
+def test_a_run_that_sigterm_ends_says_so_in_its_log(cli, small, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradscope.train._validate", lambda *values, **named: signal.raise_signal(signal.SIGTERM))
+    code, _, err = cli("train", *small, "--output", "told")
+    assert (code, "gradscope: stopped (SIGTERM); what was written is kept" in err) == (143, True)
+    assert (tmp_path / "told" / "console.log").read_text().splitlines()[-1] == "ended early: stopped (SIGTERM)"
+    assert not Run(tmp_path / "told").done
 
 
 def test_brackets_in_names_are_text(cli, tmp_path):
