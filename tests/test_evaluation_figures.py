@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from gradscope.cli.figures import figure
-from gradscope.evaluate import Embedded, details, score
-from gradscope.evaluation_file import Evaluation, evaluation_content, write_json
+from gradscope.evaluate import Details, Embedded, details, score
+from gradscope.evaluation_file import Evaluation, evaluation_content, hardness_table, write_json
 from gradscope.figures import figures
 from gradscope.figures.evaluations import label_of
+from gradscope.metrics.hardness_recall import HardnessBin
 from gradscope.protocol import Protocol
 
 
@@ -51,9 +53,38 @@ def test_what_is_drawn_is_what_was_written(content: dict[str, Any], name: str, k
     assert len(drawing.axes[0].containers) == 3
 
 
-def test_round_sizes_are_marked(content: dict[str, Any]) -> None:
+def test_round_sizes_and_the_measured_ones_are_marked(content: dict[str, Any]) -> None:
     drawing, _ = figures["gallery"]([content])
-    assert drawing.axes[0].get_xticks().tolist() == [10, 20, 50, 100]
+    assert drawing.axes[0].get_xticks().tolist() == [10, 20, 50, 100, 130]
+    drawing.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in drawing.axes[0].get_xticklabels()]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    smaller = copy.deepcopy(content)
+    smaller["gallery_curve"] = [point for point in smaller["gallery_curve"] if point["size"] <= 20] + [
+        {**point, "size": 48} for point in smaller["gallery_curve"] if point["size"] == 20
+    ]
+    assert figures["gallery"]([content, smaller])[0].axes[0].get_xticks().tolist() == [10, 20, 48, 100, 130]
+
+
+def test_points_and_intervals_on_the_edge_are_whole(content: dict[str, Any]) -> None:
+    for name in ("hardness", "gallery"):
+        for bars in figures[name]([content])[0].axes[0].containers:
+            parts = [bars.lines[0], *bars.lines[1], *bars.lines[2]]
+            assert not any(part.get_clip_on() for part in parts)
+
+
+def test_hardness_edges_have_the_digits_that_tell_them_apart() -> None:
+    def edges(*cosines: float) -> list[str]:
+        bins = [
+            HardnessBin(direction="i2t", low_cosine=low, high_cosine=high, mean_cosine=low, n_queries=9, value=0.5, low=0.4, high=0.6)
+            for low, high in itertools.pairwise(cosines)
+        ]
+        return [str(cell) for cell in hardness_table(Details(hardness=bins, curve=[])).columns[1].cells]
+
+    assert edges(0.5, 0.7, 0.9) == ["0.500 to 0.700", "0.700 to 0.900"]
+    assert edges(0.99912, 0.99934, 0.999941) == ["0.9991 to 0.9993", "0.9993 to 0.9999"]
+    assert edges(0.9, 0.9, 1.0) == ["0.900 to 0.900", "0.900 to 1.000"]
+    assert edges(0.5, 0.5 + 1e-12) == ["0.500000000 to 0.500000000"]
 
 
 def test_the_legend_is_below_the_panels_and_one_hundred_percent_is_inside(content: dict[str, Any]) -> None:

@@ -106,6 +106,15 @@ def test_figure_1_has_no_curve_under_its_legends(names: list[str], tmp_path: Pat
         box = axis.get_legend().get_window_extent().transformed(axis.transData.inverted())
         curves = frame[(frame.panel == panel) & (frame.high > box.x0) & (frame.low < box.x1)]
         assert curves.density.max() < box.y0
+        means = [line.get_ydata()[1] for line in axis.lines if box.x0 < line.get_xdata()[0] < box.x1]
+        assert all(top < box.y0 for top in means)
+
+
+def test_width_curve_of_equal_captions_ends_at_a_cosine_of_one(tmp_path: Path) -> None:
+    figure, frame = figures["width"]([measure(tmp_path, "toy", 0, *["A red chair"] * 20)])
+    assert frame.expected_hardest.max() == pytest.approx(1)
+    assert all(axis.get_ylim()[1] == 1 for axis in figure.axes)
+    assert not any(line.get_clip_on() for axis in figure.axes for line in axis.lines)
 
 
 def test_width_curve_stops_at_n(tmp_path: Path) -> None:

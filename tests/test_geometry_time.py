@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def test_the_running_median_is_centred_and_odd(count: int, window: int) -> None:
     assert rows["running_median"].tolist() == pytest.approx(slow)
 
 
+def test_a_run_on_top_of_another_leaves_it_seen(runs: tuple[Run, Run]) -> None:
+    for count in (2, 3):
+        drawing, _ = figures["geometry-time"](*runs[:1] * count)
+        for axis in drawing.axes:
+            medians = [line for line in axis.lines if line.get_linestyle() == "-" and line.get_linewidth() not in (0.5, 0.6)]
+            drawn = {line.get_color(): line.get_linewidth() for line in medians}
+            assert len(drawn) == count
+            assert all(under >= over + 1 for under, over in itertools.pairwise(drawn.values()))
+
+
 def test_runs_of_one_objective_are_told_apart(runs: tuple[Run, Run]) -> None:
     drawing, frame = figures["geometry-time"](runs[0], runs[0], runs[1])
     assert frame["run"].unique().tolist() == ["HN, a (1)", "HN, a (2)", "InfoNCE"]
@@ -117,6 +128,9 @@ def test_concentration_draws_every_bin_of_every_step(runs: tuple[Run, Run]) -> N
     slopes = {term: run.reading("concentration", "slope.i2t", term)["value"].astype(float).median() for term in ("infonce", "hn")}
     words = [text.get_text() for text in drawing.axes[0].texts]
     assert words == [f"slope {slopes['infonce']:.2f}", f"slope {slopes['hn']:.2f}", "slope 1.0000"]
+    drawing.draw_without_rendering()
+    for axis in drawing.axes:
+        assert all(text.get_window_extent().y0 >= axis.bbox.y1 for text in axis.texts), "above the panel, where no point lies"
     offsets = drawing.axes[0].collections[0].get_offsets()
     drawn = frame[(frame["direction"] == "i2t") & (frame["series"] == "infonce")]
     assert np.allclose(offsets, drawn[["predicted", "measured"]])

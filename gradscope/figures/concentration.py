@@ -36,6 +36,7 @@ SERIES = {
     "hn": ("HN", "hn", "binned_log_ratio", "slope", OBJECTIVE_COLOURS["hn"], "^"),
     "equal": ("HN at equal cosine", "hn", "binned_at_equal_cosine", "slope_at_equal_cosine", "0.15", "s"),
 }
+WORD_POINTS = 8  # height of a line of words above a panel
 COLUMNS = ["direction", "series", "step", "bin", "predicted", "measured", "slope"]
 
 
@@ -51,11 +52,11 @@ def concentration(run: Run) -> tuple[Figure, pd.DataFrame]:
         raise ValueError(f"{run.path} has no finite point of concentration; look for the cause of nan in its embeddings.")
     directions = list(dict.fromkeys(frame["direction"]))
     with paper_style():
-        figure = new_figure(COLUMN_INCHES, 2.3 if len(directions) == 2 else 2.6)
+        figure = new_figure(COLUMN_INCHES, 2.55 if len(directions) == 2 else 2.85)
         axes = figure.subplots(1, len(directions), sharex=True, sharey=True, squeeze=False)[0]
         for axis, direction in zip(axes, directions, strict=True):
             _panel(axis, frame[frame["direction"] == direction])
-            axis.set_title(DIRECTION_LABELS[direction], loc="left")
+            axis.set_title(DIRECTION_LABELS[direction], loc="left", pad=5 + WORD_POINTS * len(SERIES))
         axes[0].set_ylabel(r"$\log p_{ij}$ against its row's mean (nat)")
         figure.supxlabel(r"predicted: $s\,\gamma\,(G_{ij}-\overline{G_i})$ (nat)", fontsize=7.5)
         figure.legend(handles=_legend(), loc="outside upper center", ncols=3, columnspacing=1.0, handletextpad=0.3)
@@ -98,8 +99,14 @@ def _panel(axis: Axes, frame: pd.DataFrame) -> None:
         slope = part.drop_duplicates("step")["slope"].median()
         axis.plot(ends, slope * ends, color=colour, linewidth=1.0, zorder=3)
         words.append(("slope undefined" if np.isnan(slope) else f"slope {slope:.{4 if series == 'equal' else 2}f}", colour))
-    for place, (word, colour) in enumerate(words):
-        axis.text(0.03, 0.97 - 0.09 * place, word, color=colour, fontsize=6.5, va="top", transform=axis.transAxes)
+    for place, (word, colour) in enumerate(words, start=1):  # above the panel, where no point lies; the title's padding keeps the room
+        at = {
+            "xy": (0, 1),
+            "xycoords": "axes fraction",
+            "xytext": (0, 3 + WORD_POINTS * (len(words) - place)),
+            "textcoords": "offset points",
+        }
+        axis.annotate(word, **at, color=colour, fontsize=6.5).set_in_layout(False)  # type: ignore[arg-type]
 
 
 def _alpha(points: int) -> float:

@@ -52,7 +52,7 @@ def direction_panels(frame: DataFrame, *, x: str, width: float) -> Figure:
             bars = [middle - 100 * line["low"], 100 * line["high"] - middle]
             bars = [bar.clip(lower=0) for bar in bars]  # a percentile interval need not contain the value
             look = {"color": colours[str(name)], "marker": "o", "markersize": 2.5, "linewidth": 1.0, "capsize": 1.5}
-            axes.errorbar(line["x"], middle, yerr=bars, label=str(name), **look)
+            axes.errorbar(line["x"], middle, yerr=bars, label=str(name), clip_on=False, **look)  # 0 and 100 lie on the edge
         axes.set_title(title, loc="left")
         axes.set_xlabel(x)
     panels[0].set_ylabel("R@1 (%)")

@@ -48,9 +48,7 @@ def figure1(geometries: list[CaptionGeometry]) -> tuple[Figure, DataFrame]:
         drawn = frame[frame.density > 0.01]
         axes[1].set_xlim(float(drawn.low.min()) - 0.02, 1.0)
         for axis, (panel, *_) in zip(axes, _PANELS, strict=True):
-            corner = _free_corner(axis)
-            _make_room(axis, frame[frame.panel == panel], corner)
-            axis.legend(loc=corner)
+            _place_legend(axis, frame[frame.panel == panel])
         axes[1].set_xlabel(f"caption-caption cosine\n{encoders(geometries)}")
         figure.supylabel("density", fontsize=7.5)
         mark_foreign(figure, geometries)
@@ -77,26 +75,31 @@ def _curve(geometry: CaptionGeometry, name: str, panel: str, title: str, counts:
 
 
 def _draw(axis: Axes, frame: DataFrame, colours: dict[str, str]) -> None:
+    peak = 1.05 * frame.density.max()  # the mean lines end here, under a legend that lies above the curves
     for name, curve in frame.groupby("data", sort=False):
         colour, mean = colours[str(name)], float(curve["mean"].iloc[0])
         edges = np.append(curve.low.to_numpy(), curve.high.iloc[-1])
         axis.stairs(curve.density.to_numpy(), edges, color=colour, fill=True, alpha=0.12)
         axis.stairs(curve.density.to_numpy(), edges, color=colour, label=f"{name}, mean {mean:.3f}")
-        axis.axvline(mean, color=colour, linestyle=":", linewidth=1.0)
-    axis.set_ylim(0, frame.density.max() * 1.05)
+        axis.plot([mean, mean], [0, peak], color=colour, linestyle=":", linewidth=1.0)
+    axis.set_ylim(0, peak)
 
 
-def _make_room(axis: Axes, frame: DataFrame, corner: str) -> None:
-    """Raises the axis above what would lie under the legend."""
-    names, (low, high) = frame.data.unique(), axis.get_xlim()
-    share = 1.0 if max(map(len, names)) > 24 else 0.5  # of the width; long names are wider than a corner
-    width = share * (high - low)
-    under = frame[frame.high > high - width] if corner == "upper right" else frame[frame.low < low + width]
-    axis.set_ylim(0, max(axis.get_ylim()[1], under.density.max() / (1.0 - min(0.08 + 0.13 * len(names), 0.8))))
-
-
-def _free_corner(axis: Axes) -> str:
-    """The upper corner away from the mean lines."""
+def _place_legend(axis: Axes, frame: DataFrame) -> None:
+    """In an upper corner that no curve and no mean line reaches, or above them all."""
+    names = list(frame["data"].unique())
     low, high = axis.get_xlim()
-    means = [float(np.asarray(line.get_xdata())[0]) for line in axis.lines]
-    return "upper right" if sum(means) / len(means) < (low + high) / 2 else "upper left"
+    width = min(1.0, 0.2 + 0.0205 * max(len(f"{name}, mean 0.000") for name in names)) * (high - low)
+    height = min(0.08 + 0.13 * len(names), 0.8)  # a share of the panel
+    peak = axis.get_ylim()[1]
+    corners = {"upper left": (low, low + width), "upper right": (high - width, high)}
+    free = [corner for corner, ends in corners.items() if _reach(frame, *ends) < (1 - height) * peak]
+    axis.set_ylim(0, peak if free else peak / (1 - height))
+    axis.legend(loc="upper right" if free == ["upper right"] else "upper left")
+
+
+def _reach(frame: DataFrame, low: float, high: float) -> float:
+    """How high curves and mean lines reach between two cosines."""
+    if frame["mean"].between(low, high).any():
+        return float("inf")
+    return float(frame.density[(frame.high > low) & (frame.low < high)].max())

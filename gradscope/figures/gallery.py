@@ -7,6 +7,7 @@ How it can mislead: a random part of a large benchmark is not a small benchmark;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def gallery(evaluations: Sequence[Mapping[str, Any]]) -> tuple[Figure, DataFrame
     frame = pd.DataFrame(rows, columns=list(FRAME))
     with paper_style():
         figure = direction_panels(frame, x="gallery size", width=DOUBLE_INCHES)
-        ticks = _ticks(sorted(frame["x"].unique()))
+        ticks = _ticks(sorted(frame["x"].unique()), list(frame.groupby("evaluation")["x"].max().unique()))
         for axes in figure.axes:
             axes.set_xscale("log")
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -47,7 +48,18 @@ def gallery(evaluations: Sequence[Mapping[str, Any]]) -> tuple[Figure, DataFrame
     return figure, frame
 
 
-def _ticks(sizes: list[int]) -> list[int]:
-    """Round sizes only; powers of ten where the others would run into each other."""
+def _ticks(sizes: list[int], measured: list[int]) -> list[int]:
+    """The measured sizes, then powers of ten, then other round ones, each if its label has room."""
     rounded = [int(size) for size in sizes if str(size).rstrip("0") in ("1", "2", "5")]
-    return rounded if len(rounded) <= 6 else [size for size in rounded if str(size)[0] == "1"]
+    rounded.sort(key=lambda size: not str(size).startswith("1"))
+    span = math.log(max(sizes) / min(sizes)) or 1.0
+    kept: list[int] = []
+    for size in (*sorted(map(int, measured), reverse=True), *rounded):
+        if all(size != other and abs(math.log(size / other)) >= _room(size, other) * span for other in kept):
+            kept.append(size)
+    return sorted(kept)
+
+
+def _room(one: int, other: int) -> float:
+    """From the middle of one label to the middle of another, with a gap between them: a share of the axis."""
+    return 0.02 + 0.011 * (len(f"{one:,}") + len(f"{other:,}"))

@@ -62,15 +62,16 @@ def geometry_time(*runs: Run) -> tuple[Figure, pd.DataFrame]:
     with paper_style():
         figure = new_figure(COLUMN_INCHES, 4.6)
         axes = dict(zip("abcdef", figure.subplots(3, 2, sharex=True).flat, strict=True))
+        widths = _line_widths(names)
         for name in names:
             part = frame[frame["run"] == name]
             for panel, (_, series) in PANELS.items():
                 for key, style in series.items():
-                    _line(axes[panel], part[part["series"] == key], colours[name], style)
+                    _line(axes[panel], part[part["series"] == key], colours[name], style, widths[name])
             for panel in GAP_PANELS:
-                _band(axes[panel], part[part["panel"] == panel], colours[name])
+                _band(axes[panel], part[part["panel"] == panel], colours[name], widths[name])
         _finish(axes, frame, _width(runs))
-        figure.legend(handles=_legend(names, colours), loc="outside upper center", ncols=2, columnspacing=1.4)
+        figure.legend(handles=_legend(names, colours, widths), loc="outside upper center", ncols=2, columnspacing=1.4)
     return figure, frame
 
 
@@ -93,6 +94,11 @@ def _colours(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:
         colour = OBJECTIVE_COLOURS.get(_objective(run))
         colours[name] = next(spare) if colour is None or colour in colours.values() else colour
     return colours
+
+
+def _line_widths(names: Sequence[str]) -> dict[str, float]:
+    """Each run thinner than the one under it, which stays visible where both run along one path."""
+    return dict(zip(names, ((1.2,), (2.2, 0.9), (3.0, 1.8, 0.8))[len(names) - 1], strict=True))
 
 
 def _data(run: Run, name: str) -> pd.DataFrame:
@@ -118,16 +124,16 @@ def _window(count: int) -> int:
     return min(51, count // 20 * 2 + 1)
 
 
-def _line(axis: Axes, part: pd.DataFrame, colour: str, style: str) -> None:
+def _line(axis: Axes, part: pd.DataFrame, colour: str, style: str, width: float) -> None:
     finite = part["value"].where(np.isfinite(part["value"]))
     axis.plot(part["step"], finite, color=colour, linewidth=0.5, alpha=0.35, marker="." if len(part) == 1 else "")
-    axis.plot(part["step"], part["running_median"], color=colour, linewidth=1.2, linestyle=style)
+    axis.plot(part["step"], part["running_median"], color=colour, linewidth=width, linestyle=style)
 
 
-def _band(axis: Axes, part: pd.DataFrame, colour: str) -> None:
+def _band(axis: Axes, part: pd.DataFrame, colour: str, width: float) -> None:
     low, middle, high = (part[part["series"] == key] for key in GAP_PLACES)
     axis.fill_between(low["step"], low["running_median"], high["running_median"], color=colour, alpha=0.15, linewidth=0)
-    axis.plot(middle["step"], middle["running_median"], color=colour, marker="." if len(middle) == 1 else "")
+    axis.plot(middle["step"], middle["running_median"], color=colour, linewidth=width, marker="." if len(middle) == 1 else "")
 
 
 def _finish(axes: dict[str, Axes], frame: pd.DataFrame, width: int | None) -> None:
@@ -155,9 +161,9 @@ def _width(runs: Sequence[Run]) -> int | None:
     return int(found.pop()) if len(found) == 1 else None
 
 
-def _legend(names: Sequence[str], colours: dict[str, str]) -> list[object]:
+def _legend(names: Sequence[str], colours: dict[str, str], widths: dict[str, float]) -> list[object]:
     from matplotlib.lines import Line2D
 
-    runs = [Line2D([], [], color=colours[name], label=name) for name in names]
+    runs = [Line2D([], [], color=colours[name], linewidth=widths[name], label=name) for name in names]
     first = Line2D([], [], color="0.3", label="first tower")
     return [*runs, first, Line2D([], [], color="0.3", linestyle="--", label="second tower")]

@@ -64,7 +64,7 @@ def saturation_map(table: DataFrame) -> tuple[Figure, DataFrame]:
         for axis, (arm, part) in zip(grid.flat, panels, strict=False):
             image = _panel(axis, part, widths, scales)
             name = arm_name(drawn, arm)
-            axis.set_title(name, loc="left", fontsize=min(7.0, 7.0 * _TITLE / len(name)), pad=2)
+            axis.set_title(name, loc="left", fontsize=min(7.0, 7.0 * _TITLE / len(name)), pad=3)
         for column in range(columns):
             below = [axis for axis in grid[:, column] if axis.get_visible()]
             if below:

@@ -44,20 +44,22 @@ def width_curve(geometries: list[CaptionGeometry]) -> tuple[Figure, DataFrame]:
         figure = new_figure(COLUMN_INCHES, 3.3)
         upper, lower = figure.subplots(2, 1, sharex=True)
         for name, curve in frame.groupby("data", sort=False):
-            look = {"color": colours[str(name)], "marker": "o", "markersize": 2.5, "label": str(name)}
+            look = {"color": colours[str(name)], "marker": "o", "markersize": 2.5, "clip_on": False, "label": str(name)}
             upper.plot(curve.width, curve.expected_hardest, **look)
             lower.plot(curve.width, curve.near_chance, **look)
         upper.set_title("(a) expected hardest caption in the batch", loc="left")
         lower.set_title(f"(b) chance of a caption ≥ {near:g} in the batch", loc="left")
         upper.set_ylabel("cosine")
         lower.set_ylabel("probability")
+        for axis in (upper, lower):  # neither goes above 1: captions that are all equal lie on the edge
+            axis.set_ylim(top=min(axis.get_ylim()[1], 1.0))
         lower.set_ylim(bottom=0)
         widths = sorted(frame.dropna(subset="expected_hardest").width.unique())
         lower.set_xscale("log", base=2)
         lower.set_xticks(widths, [str(w) if w < 1024 else f"{w // 1024}k" for w in widths])
         lower.minorticks_off()
         lower.set_xlabel(f"width (captions in one softmax)\n{encoders(geometries)}")
-        upper.legend(loc="upper left")
+        upper.legend(loc="best")
         mark_foreign(figure, geometries)
     return figure, frame
 
