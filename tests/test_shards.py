@@ -591,7 +591,7 @@ def test_files_about_shards_have_plain_names(tmp_path, monkeypatch, name, label)
     monkeypatch.chdir(tmp_path / "here")
     for _ in ("no tar files", "tar files"):
         assert file_label(name) == label
-        assert default_path("tiny", name, "all") == Path(f"tiny-eval-{label}-all.json")
+        assert default_path("tiny", name, "all") == Path(f"tiny-eval-{label.removesuffix('.csv')}-all.json")
         tar_of(Path("inner/0.tar"), pairs("ab"))
         tar_of(Path("0.tar"), pairs("ab"))
     tar_of(Path("1.tar"), pairs("cd"))
