@@ -19,7 +19,7 @@ from typing import Any
 from gradscope.judgement import unit_of
 from gradscope.loss_log import view_log
 from gradscope.registry import unknown_name
-from gradscope.rules import SEVERITIES, Finding, rules
+from gradscope.rules import SEVERITIES, Finding, rules, told
 from gradscope.run_state import run_state
 from gradscope.run_view import GIVE_WIDTH, Evidence, Unmeasured, View, view_run
 from gradscope.runlog import is_run
@@ -63,10 +63,7 @@ def _log_within(path: Path) -> Path:
 
 def diagnose(view: View, mute: Sequence[str] = ()) -> Diagnosis:
     """Every rule that is not muted, over one view. Raises ValueError for an unknown id in ``mute``."""
-    muted = {name.strip().upper() for name in mute}
-    for name in sorted(muted):
-        if name not in rules:
-            raise ValueError(unknown_name("rule", name, rules.names()))
+    muted = set(_known(mute))
     findings, silent, unmeasured = [], [], {}
     for name, rule in rules:
         if name in muted:
@@ -82,9 +79,18 @@ def diagnose(view: View, mute: Sequence[str] = ()) -> Diagnosis:
         if finding is None:
             silent.append(name)
         else:
-            findings.append(finding if view.own else replace(finding, action=getattr(rule, "elsewhere", finding.action)))
+            findings.append(finding if view.own else replace(finding, action=rule.elsewhere))
     ranked = sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.id))
     return Diagnosis(view=view, findings=tuple(ranked), silent=tuple(silent), unmeasured=unmeasured, muted=tuple(sorted(muted)))
+
+
+def _known(names: Sequence[str]) -> list[str]:
+    """Ids as they are registered. Raises ValueError for an unknown one."""
+    ids = [name.strip().upper() for name in names]
+    for name in sorted(ids):
+        if name not in rules:
+            raise ValueError(unknown_name("rule", name, rules.names()))
+    return ids
 
 
 def content(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -141,22 +147,12 @@ def _said(evidence: Evidence) -> str:
 
 def print_diagnosis(diagnosis: Diagnosis, *, unmeasured: bool = False) -> None:
     """To stdout: the findings, how the log was read, and how many rules had too little to look at (``unmeasured``: which, and why)."""
-    from rich.table import Table
-    from rich.text import Text
-
     from gradscope.console import out
 
     out.print(heading(diagnosis), soft_wrap=True, style="bold")
-    colours = {"error": "red", "warning": "yellow", "note": "cyan"}
     for finding in diagnosis.findings:
         out.print()
-        out.print(Text.assemble((f"{finding.id} {finding.severity}", colours[finding.severity]), f"  {finding.title}"))
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for label, text in lines(finding):
-            grid.add_row(f"  {label}", Text(text))
-        out.print(grid)
+        _print_part(finding, lines(finding))
     out.print()
     if diagnosis.view.notes:
         out.print(f"Read: {'; '.join(diagnosis.view.notes)}.", style="dim")
@@ -165,6 +161,23 @@ def print_diagnosis(diagnosis: Diagnosis, *, unmeasured: bool = False) -> None:
         out.print(f"Muted: {', '.join(diagnosis.muted)}.")
     if unmeasured and diagnosis.unmeasured:
         _print_unmeasured(diagnosis)
+
+
+def _print_part(of: Finding | type[Any], rows: Sequence[tuple[str, str]]) -> None:
+    """A finding, or a rule: its id, severity and title, and below them (label, text)."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from gradscope.console import out
+
+    colours = {"error": "red", "warning": "yellow", "note": "cyan"}
+    out.print(Text.assemble((f"{of.id} {of.severity}", colours[of.severity]), f"  {of.title}"))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows:
+        grid.add_row(f"  {label}", Text(text))
+    out.print(grid)
 
 
 def _looked(diagnosis: Diagnosis) -> str:
@@ -197,15 +210,22 @@ def _print_unmeasured(diagnosis: Diagnosis) -> None:
     out.print(grid)
 
 
-def print_rules() -> None:
-    """Every rule: id, severity, title."""
+def print_rules(names: Sequence[str] = ()) -> None:
+    """Every rule: id, severity, title; of those named, all that they say of themselves. Raises ValueError for an unknown id."""
     from rich.table import Table
 
     from gradscope.console import out
 
+    for number, name in enumerate(_known(names)):
+        if number:
+            out.print()
+        _print_part(rules[name], told(rules[name]))
+    if names:
+        return
     table = Table()
     for column in ("id", "severity", "what it finds"):
         table.add_column(column)
     for name, rule in rules:
         table.add_row(name, rule.severity, rule.title)
     out.print(table)
+    out.print(f"gradscope diagnose --rules {rules.names()[0]} prints evidence, cause, remedy and when it stays silent.")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscope.judgement import window
+from gradscope.judgement import turned, window
 from gradscope.run_tables import IDENTITY, Tail
 from gradscope.runlog import Run
 
@@ -29,6 +29,7 @@ WANTED: dict[str, tuple[str, ...]] = {
     "gradient": ("log10_norm", "log10_ratio"),
     "accumulation": ("log10_norm", "entries_zero"),
     "scale": ("value", "at_limit"),
+    "hooks": ("agreement",),
 }
 
 Row = dict[str, Any]
@@ -102,6 +103,13 @@ class Following:
         epochs = np.array([float(self._steps.get(step, {}).get("epoch", math.nan)) for step in steps])
         chosen, _ = window(epochs, values)
         return values[chosen & np.isfinite(values)].tolist()
+
+    def turned(self, term: str, batches: float) -> bool:
+        """Whether the gradients at the embeddings say that something else is trained; ``batches``: share under 1e-3."""
+        objective = self.run.recipe.get("objective", {})
+        if objective.get("name") != term or objective.get("token_weight", 0.0) > 0:
+            return False
+        return turned(np.array(self.judged("hooks", "agreement", term)), batches)
 
     def terms(self) -> list[str]:
         """The objectives that are read, the trained one first. In a loop that is not ours HN is read beside InfoNCE in any case: it is

@@ -2,8 +2,8 @@
 
 The numbers are those of the verdict: over the window of ``gradscope.judgement`` (the last epoch; of a run of one, its last quarter), or
 with ``over="all"`` of the whole run, of the trained objective unless another term is named. Of measured batches it takes ``LEAST``.
-A gate passes where its value keeps the limit, the limit itself included; a value that was not measured, or of which a part is not
-finite, can neither pass nor fail.
+A gate passes where its value keeps the limit, the limit itself included; a value that was not measured, of which a part is not
+finite, or that was read of something else than what is trained (GS026), can neither pass nor fail.
 
 How it can mislead: a share belongs to a width; a limit that was set at width 16 says nothing at 128.
 This file never imports torch.
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from gradscope.diagnose import Diagnosis
-from gradscope.judgement import LEAST, unit_of
+from gradscope.judgement import LEAST, NOT_TRAINED, unit_of
 from gradscope.rules import SEVERITIES
+from gradscope.rules.gs026_probe_silent import another_direction
 from gradscope.run_view import Series, Unmeasured, View, Window
 
 SCHEMA = {"schema": "gradscope.check", "version": 1}
@@ -167,6 +168,8 @@ def _outcome(gate: Gate, view: View, limit: float, over: str, term: str) -> Outc
         every = gate.series(view, term)
         there = [series for series in every if len(series.values)] or every  # a loss of one direction has only that
         whole = over == "all" or gate.name == "min-recall"
+        if any(series.name.startswith("reading") for series in there) and another_direction(view):
+            raise Unmeasured(NOT_TRAINED)
         windows = [_window(series, whole) for series in there]
         mean = sum(gate.summary(window) for window in windows) / len(windows)
         value, detail = 10**mean if gate.log10 else mean, "; ".join(window.where for window in windows)

@@ -7,6 +7,7 @@
               partly saturated  at least a tenth of them, or at least half of the anchors have a residual 1 - p under 1e-3
               not saturated     neither
               too few measured batches to judge (k)     fewer than ``LEAST`` in the whole run
+              not judged        the gradient that passes by at the embeddings is not that of the objective as read (``turned``)
 
 How to read: the state belongs to one width and one trajectory. How it can mislead: a partly saturated run may be a sound one in which
 most pairs are learned. This file never imports torch.
@@ -24,7 +25,10 @@ SATURATED = 0.5
 PARTLY_BATCHES, PARTLY_ANCHORS = 0.1, 0.5
 #: Measured batches below which nothing is said of a share or a median.
 LEAST = 6
+#: A median cosine under this, between the gradient that passes by at the embeddings and the objective's own, is another objective's.
+AGREEMENT = 0.99
 #: What is said in place of a state where there is nothing to judge.
+NOT_TRAINED = "not judged: what was read is not what is trained (GS026)"
 ONE_CANDIDATE = "one candidate per softmax: the loss is 0 by definition"
 
 
@@ -55,6 +59,11 @@ def unit_of(count: float, units: str) -> str:
     return units.removesuffix("es") if units.endswith("ches") else units.removesuffix("s")
 
 
+def two_digits(share: float) -> str:
+    """A share in per cent, to two significant digits: 0.21667 is "22%", 1.1469 "110%", 0.00427 "0.43%"."""
+    return f"{float(f'{100 * share:.2g}'):g}%"
+
+
 def saturation_state(batches: float, anchors: float = math.nan, *, judged: int = LEAST) -> str:
     """The word for a share of batches, and one of anchors where it is known, over ``judged`` measured batches."""
     if judged < LEAST:
@@ -62,3 +71,12 @@ def saturation_state(batches: float, anchors: float = math.nan, *, judged: int =
     if batches >= SATURATED:
         return "SATURATED"
     return "partly saturated" if batches >= PARTLY_BATCHES or anchors >= PARTLY_ANCHORS else "not saturated"
+
+
+def turned(agreements: np.ndarray, batches: float, limit: float = AGREEMENT) -> bool:
+    """Whether something else is trained than what is read, by the cosines [n] of the window that is judged.
+
+    Never of a saturated run (``batches``: its share under 1e-3), where rounding alone turns what is left of the gradient; nor of fewer
+    than ``LEAST`` cosines.
+    """
+    return bool(len(agreements) >= LEAST and batches < SATURATED and np.median(agreements) < limit)

@@ -11,6 +11,7 @@ caches is in no part.
 
 from __future__ import annotations
 
+from gradscope.judgement import two_digits
 from gradscope.quantities import SETS, quantities
 from gradscope.runlog import Run
 
@@ -51,8 +52,8 @@ def cost_sentence(run: Run) -> str:
     shares, probe = cost_by_set(run), run.recipe["probe"]
     budget = f", budget {probe['budget']}" if probe.get("budget") else ""
     every = "at every step" if probe["every"] == 1 else f"every {probe['every']} steps"
-    parts = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
+    parts = ", ".join(f"{name} {two_digits(share)}" for name, share in shares.items())
     return (
-        f"Observing took {sum(shares.values()):.2%} of the time of the steps without it "
+        f"Observing took {two_digits(sum(shares.values()))} of the time of the steps without it "
         f"(set {probe.get('set', 'full')}, {every}{budget}), by set: {parts or 'nothing was timed'}."
     )

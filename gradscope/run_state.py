@@ -1,8 +1,8 @@
 """The state of a run or a log in one line: how far the loss has gone, which share of batches and anchors is done, and the word for it.
 
 The window and the words are those of ``gradscope.judgement``; of a log without readings the share is that of logged steps, of which
-it takes ``LOGGED``. How it can mislead: the loss is the trained objective's; where nothing says what is trained it is taken as InfoNCE.
-This file never imports torch.
+it takes ``LOGGED``. Readings whose gradient is not the one that trains (GS026) are not judged. How it can mislead: the loss is the
+trained objective's; where nothing says what is trained it is taken as InfoNCE. This file never imports torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradscope.judgement import ONE_CANDIDATE, saturation_state
+from gradscope.judgement import NOT_TRAINED, ONE_CANDIDATE, saturation_state
 from gradscope.rules import MEASURED, where_measured
+from gradscope.rules.gs026_probe_silent import another_direction
 from gradscope.rules.saturated import anchors_evidence, under_1e3
 from gradscope.run_view import Series, Unmeasured, View
 
@@ -38,6 +39,8 @@ def run_state(view: View) -> State:
         window = series.recent(MEASURED)
     except Unmeasured as reason:
         return State(word=_too_little(view, series, str(reason)))
+    for turned in another_direction(view):
+        return State(word=NOT_TRAINED, numbers=f"{turned.what}: {turned.value:.3g}")
     loss = 10 ** window.median() if series is log10 else window.median()
     rows = where_measured(lambda: anchors_evidence(view, MEASURED))
     anchors = rows[0].value if rows else None

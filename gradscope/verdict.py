@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscope.judgement import LEAST, ONE_CANDIDATE, saturation_state, window
+from gradscope.judgement import LEAST, NOT_TRAINED, ONE_CANDIDATE, saturation_state, turned, window
 from gradscope.metrics.crossing import Crossing, crossing
 from gradscope.runlog import Run
 from gradscope.types import DIRECTIONS
@@ -48,6 +48,7 @@ class Summary:
     judged: tuple[float, float, int]  # shares of batches and anchors under 1e-3 in the window that is judged, and its batches
     at_chance: bool = False  # the InfoNCE loss of the window that is judged is that of guessing
     budget: str = ""  # that thinned the cadence
+    turned: bool = False  # the gradient at the embeddings is not that of the objective as read
     divided: bool = False  # parameters, among ranks: their gradient is not read
 
     @property
@@ -57,6 +58,8 @@ class Summary:
     @property
     def state(self) -> str:
         """The word of ``gradscope.judgement``."""
+        if self.turned:
+            return NOT_TRAINED
         batches, anchors, judged = self.judged
         return saturation_state(batches, anchors, judged=judged)
 
@@ -99,6 +102,7 @@ def summarise(path: Path) -> Summary:
         budget=run.recipe["probe"].get("budget", ""),
         divided=run.recipe["train"].get("shard", "none") == "full",
         at_chance=_at_chance(run),
+        turned=_turned(run, trained),
         measured=tuple(int(n) for n in _by_epoch(run, "saturation", "below_1e-3", trained, "count")),
         below={term: _by_epoch(run, "saturation", "below_1e-3", term, "mean") for term in TERMS},
         crossings=crossings,
@@ -123,6 +127,18 @@ def _judged(run: Run, trained: str) -> tuple[float, float, int]:
     rows = [run.reading("saturation", f"rows_below_1e-3.{d}", trained) for d in DIRECTIONS]
     anchors = [frame.loc[frame["step"].isin(steps), "value"].astype(float).mean() for frame in rows]
     return float(values[chosen].mean()) if chosen.any() else math.nan, float(sum(anchors) / len(anchors)), int(chosen.sum())
+
+
+def _turned(run: Run, trained: str) -> bool:
+    """Of a weighted token term it cannot be told: its gradient is meant to be in the one that passes by."""
+    hooks = run.readings_of("hooks")
+    there = hooks[(hooks["key"] == "agreement") & (hooks["term"] == trained)]
+    if there.empty or run.recipe["objective"].get("token_weight", 0.0) > 0:
+        return False
+    trace = run.reading("hooks", "agreement", trained).sort_values("step")
+    values = trace["value"].astype(float).to_numpy()
+    chosen, _ = window(trace["epoch"].astype(float).to_numpy(), values)
+    return turned(values[chosen & np.isfinite(values)], _judged(run, trained)[0])
 
 
 def _at_chance(run: Run) -> bool:
@@ -205,6 +221,8 @@ def sentences(summary: Summary) -> list[str]:
 def _state(summary: Summary) -> str:
     if summary.width == 1:
         return ONE_CANDIDATE
+    if summary.turned:
+        return summary.state
     batches, anchors, judged = summary.judged
     if judged < LEAST:
         more = f"; at least {LEAST} are needed: more steps" + (", or --probe-every 1" if summary.every > 1 else "")
@@ -224,10 +242,10 @@ def _zero_lines(zeros: dict[str, float], *, divided: bool) -> list[str]:
         return ["Zeros were not counted: --probe-set default counts them up to the embeddings, full over all parameters."]
     lost = (zeros["positive_zero.i2t"] + zeros["positive_zero.t2i"]) / 2
     lines = [
-        f"Zeros, share of measured batches: whole gradient exactly 0 {_share(zeros.get('all_zero.parameters'))}; "
+        f"Zeros. Of the measured batches: whole gradient exactly 0 {_share(zeros.get('all_zero.parameters'))}; "
         f"norm 0 by underflow alone {_share(zeros.get('naive_norm_zero'))}; "
-        f"loss printed 0 while its gradient was not in {zeros['loss_zero_gradient_not']:.0%}; "
-        f"pull on the positive rounded to 0 in {lost:.0%} of rows."
+        f"loss printed 0 while its gradient was not in {zeros['loss_zero_gradient_not']:.0%}. "
+        f"Of their anchors, both directions: pull on the positive rounded to 0 in {lost:.0%}."
     ]
     if "all_zero.parameters" not in zeros:
         why = "not read, since the parameters were divided (--shard full)" if divided else "not counted: --probe-set full does"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradscope.following import Following
-from gradscope.judgement import ONE_CANDIDATE, saturation_state
+from gradscope.judgement import NOT_TRAINED, ONE_CANDIDATE, saturation_state, two_digits
 from gradscope.sparkline import sparkline
 from gradscope.types import DIRECTIONS
 
@@ -195,6 +195,8 @@ def _saturated(run: Following) -> str:
         return ""
     if run.width() == 1:
         return ONE_CANDIDATE
+    if run.turned(term, _mean(below)):
+        return f"{NAMES.get(term, term)}: {NOT_TRAINED}"
     word = saturation_state(_mean(below), _mean(anchors), judged=len(below))
     shares = f"{_mean(below):.0%} of batches" + (f" and {_mean(anchors):.0%} of anchors" if anchors else "")
     return f"{NAMES.get(term, term)}: {word}; {shares} under 1e-3"
@@ -216,11 +218,10 @@ def _optimizer(run: Following) -> str:
 def _cost(run: Following) -> str:
     cost = run.column("probe_seconds")
     plain = sum(run.column("seconds")) - sum(cost)
-    return (
-        f"probe: {sum(cost) / plain:.1%} on top of the plain step, {_measured(run)} batch{'es' * (_measured(run) != 1)} measured"
-        if sum(cost) and plain > 0
-        else ""
-    )
+    if not sum(cost) or plain <= 0:
+        return ""
+    measured = f"{_measured(run)} batch{'es' * (_measured(run) != 1)} measured"
+    return f"probe: {two_digits(sum(cost) / plain)} on top of the plain step, {measured}"
 
 
 def _windowed(run: Following, quantity: str, key: str, term: str, direction: str) -> float:

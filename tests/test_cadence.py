@@ -14,6 +14,7 @@ from toy import Toy, toy_batch, toy_reader
 
 from gradscope.cadence import FIRST, Cadence, Ledger, _on_grid
 from gradscope.frameworks.clip import Clip, total_loss
+from gradscope.judgement import two_digits
 from gradscope.probe_cost import cost_by_set, cost_sentence
 from gradscope.quantities import SETS, quantities, quantity_set
 from gradscope.recipe import resolve
@@ -193,9 +194,14 @@ def test_cost_by_set_adds_up(tmp_path) -> None:  # type: ignore[no-untyped-def]
     assert found == pytest.approx({"loss": 0.06 / 3, "default": 0.04 / 3, "full": 0.55 / 3})
     assert sum(found.values()) == pytest.approx(inside / 3)
     assert cost_sentence(run) == (
-        "Observing took 21.67% of the time of the steps without it (set full, every 2 steps, budget 2%), by set: loss 2.00%, "
-        "default 1.33%, full 18.33%."
+        "Observing took 22% of the time of the steps without it (set full, every 2 steps, budget 2%), by set: loss 2%, "
+        "default 1.3%, full 18%."
     )
+
+
+@pytest.mark.parametrize(("share", "said"), [(1.14688, "110%"), (0.0042711, "0.43%"), (0.999, "100%"), (16.2, "1600%"), (0.0, "0%")])
+def test_a_cost_has_two_digits(share: float, said: str) -> None:
+    assert two_digits(share) == said
 
 
 def test_a_run_probed_at_its_first_step_only_is_not_called_free(tmp_path) -> None:  # type: ignore[no-untyped-def]

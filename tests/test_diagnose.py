@@ -25,7 +25,7 @@ from gradscope.judgement import unit_of
 from gradscope.loss_log import decimals_of, read_table, view_log
 from gradscope.quantities import needs, quantity_set
 from gradscope.recording import SETS, TIERS, recorded_by
-from gradscope.rules import SEVERITIES, rules
+from gradscope.rules import SEVERITIES, rules, told
 from gradscope.run_view import Series, Unmeasured
 from gradscope.runlog import RunLog
 from gradscope.types import NEED_CELLS
@@ -734,6 +734,27 @@ def test_the_rules_can_be_listed() -> None:
     assert done.exit_code == 0
     assert all(name in done.output for name in rules.names())
     assert all(severity in done.output for severity in SEVERITIES)
+    assert "gradscope diagnose --rules GS001 prints evidence, cause, remedy" in " ".join(done.output.split())
+
+
+def test_a_rule_says_all_of_itself() -> None:
+    done = run(app, ["diagnose", "--rules", "gs025,GS001", "GS029"])
+    said = " ".join(done.output.split())
+    places = [said.index(name) for name in ("GS025 error Values are nan", "GS001 warning", "GS029 error")]
+    assert places == sorted(places)
+    assert "silent where no such value." in said
+    assert "remedy Go back to the last checkpoint before the first such step; bf16 or fp32" in said
+    assert "can mislead a curriculum" in said
+    assert "thresholds rise 0.25, least 40" in said
+    with pytest.raises(ValueError, match="unknown rule 'GS999'"):
+        run(app, ["diagnose", "--rules", "GS999"], catch_exceptions=False)
+
+
+def test_every_rule_tells_when_it_is_silent() -> None:
+    for name, rule in rules:
+        parts = dict(told(rule))
+        assert list(parts)[:5] == ["evidence", "cause", "remedy", "silent where", "can mislead"], name
+        assert all(len(text) > 10 and "``" not in text for label, text in parts.items() if label != "thresholds"), name
 
 
 def test_no_torch_is_needed(broken: Path) -> None:

@@ -23,13 +23,17 @@ from hand_run import WIDTH, hand_run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradscope.diagnose import Diagnosis, diagnose, look
+from gradscope.diagnose import Diagnosis, diagnose, heading, look
+from gradscope.following import Following
+from gradscope.gates import evaluate
 from gradscope.probe import Probe
 from gradscope.recipe import resolve
 from gradscope.rules import SEVERITIES, Finding, rules
 from gradscope.run_view import View
 from gradscope.runlog import RunLog
 from gradscope.train import train
+from gradscope.verdict import sentences, summarise
+from gradscope.watch import facts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -440,6 +444,35 @@ LOOPS = [
 @pytest.mark.parametrize(("loop", "rule", "how", "also"), LOOPS, ids=[f"{rule}-{how.replace(' ', '-')}" for _, rule, how, _ in LOOPS])
 def test_loops_of_others_that_are_broken(loop: Loop, rule: str, how: str, also: set[str], tmp_path: Path) -> None:
     assert {rule} <= ids(loop(tmp_path / "run")) <= {rule} | also
+
+
+def unnormalised(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """The model returns unit rows; the loss compares others, of lengths from 0.2 to 3."""
+    lengths = torch.linspace(0.2, 3, len(image))[:, None]
+    return clip_loss(image * lengths, text * lengths.flip(0), scale)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [unnormalised, lambda image, text, scale: clip_loss(image, text, torch.tensor(50.0))],
+    ids=["raw rows", "a temperature outside of the model"],
+)
+def test_what_is_not_trained_is_not_judged(loss: Callable[..., Tensor], tmp_path: Path) -> None:
+    """diagnose, check, watch and the verdict say so in place of a state; the number of GS026 stands below."""
+    diagnosis = Loop(loss=loss, scale=5.0, steps=10)(tmp_path / "run")
+    assert "GS026" in ids(diagnosis)
+    word = "not judged: what was read is not what is trained (GS026)"
+    first, second = heading(diagnosis).splitlines()
+    assert first.endswith(f"(run; InfoNCE; width 32): {word}")
+    assert second.startswith("cosine with the objective's own gradient, median: 0.")
+    limits = {"max-saturated-rows": 0.5, "min-residual": 1e-9, "max-loss": 9.0, "max-skipped": 0.5}
+    outcomes = evaluate(diagnosis.view, limits)
+    assert [(o.state, o.detail) for o in outcomes[:3]] == [("unevaluated", word)] * 3
+    assert outcomes[3].state == "passed", "which steps were skipped is no reading"
+    following = Following(tmp_path / "run")
+    following.poll()
+    assert f"InfoNCE: {word}" in facts(following)
+    assert f"InfoNCE at width 32: {word}" in sentences(summarise(tmp_path / "run"))[0]
 
 
 def test_a_rate_of_zero_guesses(tmp_path: Path) -> None:

@@ -106,8 +106,11 @@ def test_one_candidate_is_no_state() -> None:
 def test_zeros_crossings_and_undefined_cosines_are_told() -> None:
     text = lines(0.8, 0.1, undefined=3)
     assert "First measured under 1e-3: step 6; under 1e-5: step 6 (read every 5 steps)" in text
-    assert "pull on the positive rounded to 0 in 50% of rows" in text
-    assert "whole gradient exactly 0 not measured; norm 0 by underflow alone not measured; loss printed 0" in text
+    assert "Of their anchors, both directions: pull on the positive rounded to 0 in 50%." in text
+    assert (
+        "Zeros. Of the measured batches: whole gradient exactly 0 not measured; norm 0 by underflow alone not measured; loss printed 0"
+        in text
+    )
     assert "(sd 0.25; undefined in 3 batches)" in text
     assert "undefined" not in lines(0.8, 0.1)
 

@@ -184,7 +184,7 @@ def test_every_line_fits_and_says_the_numbers(run: Path, width: int):
         assert f"{losses[0]:.1f} → {losses[-1]:.1f}" in text
     assert "25.0 → 50.0" in text
     assert "loss scale 65536.0, 1 step skipped" in text
-    assert "probe: 25.0% on top of the plain step, 30 batches measured" in text
+    assert "probe: 25% on top of the plain step, 30 batches measured" in text
 
 
 def test_no_epoch_and_no_width_where_there_are_none(tmp_path: Path):
@@ -232,7 +232,7 @@ def test_a_low_terminal_shows_what_matters_within_its_lines(run: Path):
     text = text_of(run, 80, 24)
     assert len(text.splitlines()) < 24
     assert "rows under 1e-3" in text
-    assert "probe: 25.0%" in text
+    assert "probe: 25%" in text
     assert len(text_of(run, 80, TALL).splitlines()) <= TALL
 
 

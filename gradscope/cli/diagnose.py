@@ -14,7 +14,7 @@ Mute = Annotated[list[str] | None, typer.Option(help="Rules to leave out, e.g. G
 
 
 def muted(mute: list[str] | None) -> list[str]:
-    """--mute GS001,GS002 --mute GS004 -> three ids."""
+    """GS001,GS002 and GS004 -> three ids."""
     return [name for given in mute or [] for name in given.split(",") if name.strip()]
 
 
@@ -28,7 +28,9 @@ def diagnose(
     width: Width = None,
     unmeasured: Annotated[bool, typer.Option("--unmeasured", help="List the rules that had too little to look at, and why.")] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write everything as JSON.")] = None,
-    list_rules: Annotated[bool, typer.Option("--rules", help="List the rules and stop.")] = False,
+    list_rules: Annotated[
+        bool, typer.Option("--rules", help="List the rules and stop; with ids (--rules GS025), print all that they say of themselves.")
+    ] = False,
 ) -> None:
     """What is wrong with a run, and what to do: each finding with its evidence, cause, remedy and check. Exit code 0 whatever is found.
 
@@ -43,7 +45,7 @@ def diagnose(
     from gradscope.paths import check_writable
 
     if list_rules:
-        print_rules()
+        print_rules(muted([str(name) for name in runs or []]))
         return
     if not runs:
         raise ValueError("give a run directory or a log to diagnose, or --rules to list the rules")

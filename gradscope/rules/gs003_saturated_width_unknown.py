@@ -23,6 +23,10 @@ class SaturatedWidthUnknown:
     id: ClassVar[str] = "GS003"
     title: ClassVar[str] = "The loss is all but zero"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Give --width N (candidates per softmax: batch size, times ranks if features are gathered) for a closer answer; "
+        "attach gradscope.Probe to see the residual, the rows that still teach and the gradient."
+    )
     share: float = SATURATED
     least: int = MEASURED
 
@@ -38,8 +42,7 @@ class SaturatedWidthUnknown:
             window.evidence("median loss", view.column("loss").recent(self.least).median(), "nat"),
             cause="Every positive wins its softmax by a wide gap. That is expected with few or easy negatives; it is no proof that "
             "retrieval among thousands works.",
-            action="Give --width N (candidates per softmax: batch size, times ranks if features are gathered) for a closer answer; "
-            "attach gradscope.Probe to see the residual, the rows that still teach and the gradient.",
+            action=self.elsewhere,
             effect="Below width 128 a wider batch or cached accumulation brings the loss back; above it, harder negatives or a margin.",
             verify="Recall on a gallery of a thousand or more; the loss of the same weights at twice the batch size.",
         )

@@ -24,6 +24,10 @@ class HalfLogits:
     id: ClassVar[str] = "GS013"
     title: ClassVar[str] = "Logits are rounded to half precision"
     severity: ClassVar[str] = "warning"
+    elsewhere: ClassVar[str] = (
+        "Form logits and loss in fp32: image.float(), text.float() and the scale in fp32, inside torch.autocast(device, "
+        "enabled=False); keep half precision for the towers."
+    )
     above: float = 1e-6
     below: float = 1e-2
     scatter: float = 5e-3
@@ -43,8 +47,7 @@ class HalfLogits:
             factor.evidence("scatter of its length over batches", scatter, "ratio"),
             *where_measured(lambda: self._moved(view)),
             cause="The product of the embeddings, or the cross-entropy, runs in bf16 or fp16: logits move by up to a quarter.",
-            action="Form logits and loss in fp32: image.float(), text.float() and the scale in fp32, inside torch.autocast(device, "
-            "enabled=False); keep half precision for the towers.",
+            action=self.elsewhere,
             effect="Agreement 1 to 1e-6 and a constant factor.",
             verify="readings hooks/agreement and hooks/factor; gradscope audit shows loss and gradient by precision on one batch.",
         )

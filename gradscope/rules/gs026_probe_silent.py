@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradscope.judgement import SATURATED
-from gradscope.rules import LOGGED, MEASURED, Finding, found, rules
+from gradscope.judgement import AGREEMENT, turned
+from gradscope.rules import LOGGED, MEASURED, Finding, found, rules, where_measured
 from gradscope.rules.gs032_no_gradient import lost
 from gradscope.rules.saturated import under_1e3
 from gradscope.run_view import Evidence, Unmeasured, View
@@ -31,7 +31,7 @@ class ProbeSilent:
         "Read the lines of the probe in console.log. Give the Probe its loss=, scaler= and trained=, or call probe.watch(image,"
         " text, scale) with what the loss compares."
     )
-    agreement: float = 0.99
+    agreement: float = AGREEMENT
     factor: float = 1e3
     least: int = MEASURED
 
@@ -65,18 +65,36 @@ class ProbeSilent:
         return [_failures(view, str(name), rows["step"].tolist()) for name, rows in failed.groupby("quantity")]
 
     def _disagrees(self, view: View) -> list[Evidence]:
-        if not view.trained or view.setting_or("objective.token_weight", 0.0) > 0:
-            return []
-        try:
-            agreement = view.reading("hooks", "agreement", view.trained).recent(self.least)
-            factor = view.reading("hooks", "factor", view.trained).recent(self.least)
-            saturated = under_1e3(view, self.least).mean() >= SATURATED  # then rounding alone may turn what is left of the gradient
-        except Unmeasured:
-            return []
-        low = [agreement.evidence("cosine with the objective's own gradient, median", agreement.median(), "cosine")]
-        long = [factor.evidence("its length in units of the objective's own, median", factor.median(), "ratio")]
-        turned = agreement.median() < self.agreement and not saturated
-        return (low if turned else []) + (long if factor.median() > self.factor else [])
+        return [*another_direction(view, self.agreement), *self._long(view)]
+
+    def _long(self, view: View) -> tuple[Evidence, ...]:
+        if not judged(view):
+            return ()
+        factor = where_measured(lambda: self._factor(view))
+        return tuple(evidence for evidence in factor if evidence.value > self.factor)
+
+    def _factor(self, view: View) -> Evidence:
+        factor = view.reading("hooks", "factor", view.trained).recent(self.least)
+        return factor.evidence("its length in units of the objective's own, median", factor.median(), "ratio")
+
+
+def judged(view: View) -> bool:
+    """Whether the gradient at the embeddings should be the objective's own: known, and without a weighted token term."""
+    return bool(view.trained) and not view.setting_or("objective.token_weight", 0.0) > 0
+
+
+def another_direction(view: View, limit: float = AGREEMENT) -> tuple[Evidence, ...]:
+    """The cosine that says that what was read is not what is trained; () where it is, or where that cannot be told."""
+    if not judged(view):
+        return ()
+    try:
+        agreement = view.reading("hooks", "agreement", view.trained).recent(MEASURED)
+        batches = under_1e3(view, MEASURED).mean()
+    except Unmeasured:
+        return ()
+    if not turned(agreement.values, batches, limit):
+        return ()
+    return (agreement.evidence("cosine with the objective's own gradient, median", agreement.median(), "cosine"),)
 
 
 def _failures(view: View, name: str, steps: list[int]) -> Evidence:
