@@ -724,17 +724,21 @@ def test_without_an_adam_nothing_is_claimed() -> None:
 
 def test_the_sentence_names_causes_and_what_a_loss_scale_would_do() -> None:
     says = lambda *pairs, **more: explanation(account(Factors(list(pairs)), run_alone, **more))  # noqa: E731
-    assert says(ALIVE) == "None of 1 entries is without a gradient."
-    assert says(ALIVE, (1e-9, 1.0)).endswith("a gradient. Of the non-zero entries, 50 % are small against Adam's eps.")
+    assert says(ALIVE) == "None of 1 entries is exactly zero."
+    assert says(ALIVE, (1e-9, 1.0)).endswith("exactly zero. Of the non-zero entries, 50 % are small against Adam's eps.")
     assert "100 % of all entries are inf or nan" in says((1e38, 1.0), loss_scale=1024.0)
-    assert says(ALIVE, NEVER).startswith("50 % of 2 entries have no gradient. Of these, 100 % are zero in every pass. Nothing here")
+    assert says(ALIVE, NEVER).startswith("50 % of 2 entries are exactly zero. Of these, 100 % are zero in every pass. Nothing here")
     assert "With the largest loss scale that overflows nowhere, 2^127, 50 % of the dtype underflow would come back; the rest" in says(
         ALIVE, TOO_SMALL, HOPELESS
     )
     assert "No loss scale brings any of the dtype underflow back: it is rounding" in says(ALIVE, HOPELESS)
     assert "widen the softmax, or change the objective" in says(ALIVE, TOO_SMALL, dtype=torch.bfloat16)
     assert "Of the non-zero entries, 50 % are small against Adam's eps" in says(ALIVE, (1e-9, 1.0), NEVER)
-    assert "66.67 % of all entries are inf or nan" in says((1e38, 1.0), (-1e38, 1.0), NEVER, loss_scale=1024.0)
+    overflows = says((1e38, 1.0), (-1e38, 1.0), NEVER, loss_scale=1024.0)
+    assert overflows.startswith(
+        "The pass overflows: 66.67 % of all entries are inf or nan, and the rest is no guide. 33.33 % of 3 entries are exactly zero."
+    )
+    assert "loss scale" not in overflows
 
 
 def test_no_share_is_printed_as_0_or_100_that_is_not() -> None:

@@ -21,18 +21,24 @@ MEANING = {
 
 
 def explanation(found: Accounting) -> str:
-    """What explains the zeros, the largest cause first, what a loss scale would do, and what Adam's eps mutes."""
+    """Whether the pass overflows; what explains the zeros, the largest cause first; what a loss scale would do; what Adam mutes."""
     total = found.total()
-    return " ".join(part for part in (_causes(total), _remedy(found, total), _unseen(total)) if part)
+    return " ".join(part for part in (_overflow(total), _causes(total), _remedy(found, total), _unseen(total)) if part)
+
+
+def _overflow(total: Tally) -> str:
+    """First of all: where a pass overflows, its zeros are no guide to a pass that does not."""
+    lost = share(total.non_finite, total.entries)
+    return f"The pass overflows: {lost} of all entries are inf or nan, and the rest is no guide." if total.non_finite else ""
 
 
 def _causes(total: Tally) -> str:
     zeros = total.zero_entries
     if not zeros:
-        return f"None of {total.entries:,} entries is without a gradient."
+        return f"None of {total.entries:,} entries is exactly zero."
     ranked = sorted((cause for cause in CAUSES if total.zeros[cause]), key=lambda cause: -total.zeros[cause])
     parts = [f"{share(total.zeros[cause], zeros)} {MEANING[cause]}" for cause in ranked]
-    return f"{share(zeros, total.entries)} of {total.entries:,} entries have no gradient. Of these, {'; '.join(parts)}."
+    return f"{share(zeros, total.entries)} of {total.entries:,} entries are exactly zero. Of these, {'; '.join(parts)}."
 
 
 def share(part: int, whole: int) -> str:
@@ -49,9 +55,7 @@ def share(part: int, whole: int) -> str:
 
 def _remedy(found: Accounting, total: Tally) -> str:
     underflow = total.zeros["dtype_underflow"]
-    if total.non_finite:
-        return f"But {share(total.non_finite, total.entries)} of all entries are inf or nan: the pass overflows, the rest is no guide."
-    if not total.zero_entries:
+    if total.non_finite or not total.zero_entries:
         return ""
     if not underflow and not total.zeros["saturation_underflow"]:
         return "Nothing here speaks of precision or saturation."
