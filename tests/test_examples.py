@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gradscope.diagnose import look
+from gradscope.run_state import run_state
 from gradscope.runlog import Run
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -32,4 +34,5 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert len(run.steps) >= 5
     agreement = run.reading("hooks", "agreement", "infonce")["value"].astype(float)
     assert agreement.median() > 0.999
+    assert run_state(look(output)).word == "not saturated"
     assert f"`{name}.py`" in (FOLDER / "README.md").read_text()
