@@ -118,7 +118,7 @@ def test_what_needs_the_cells_is_left_out_said_once_and_stamped() -> None:
     assert ("zeros", "infonce", "entries.embeddings") in values
     assert ("zeros", "infonce", "rows.logits") not in values
     assert len(reader.failures) == 1
-    assert "at width 9 the softmax is streamed" in reader.failures[0]
+    assert "the softmax over 9 is streamed" in reader.failures[0]
     for name in ("concentration", "false_negatives", "precision", "of zeros the", "of residual the", "of geometry the"):
         assert name in reader.failures[0]
     look(reader, framework, encoder, toy_batch(9, 2))
