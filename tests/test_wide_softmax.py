@@ -119,7 +119,7 @@ def test_what_needs_the_cells_is_left_out_said_once_and_stamped() -> None:
     assert ("zeros", "infonce", "rows.logits") not in values
     assert len(reader.failures) == 1
     assert "the softmax over 9 is streamed" in reader.failures[0]
-    for name in ("concentration", "false_negatives", "precision", "of zeros the", "of residual the", "of geometry the"):
+    for name in ("concentration", "false_negatives", "precision", "parts of zeros", "parts of residual", "parts of geometry"):
         assert name in reader.failures[0]
     look(reader, framework, encoder, toy_batch(9, 2))
     assert len(reader.failures) == 1
