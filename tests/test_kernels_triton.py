@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -34,6 +35,8 @@ HALF_TOLERANCE = 1e-2
 @pytest.fixture(scope="module")
 def interpreted():
     """What the kernels answered on fresh random rows, in a process where the interpreter was chosen before triton was imported."""
+    if triton.__version__.startswith("3.6.") and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("the interpreter of triton 3.6, which torch 2.11 brings, makes ints of arrays of one number: numpy 2.4 refuses")
     script = Path(triton_interpreted.__file__)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import secrets
 
 import pytest
 import torch
 
 from gradscope.metrics import counting
 from gradscope.metrics.counting import sums_of
-from gradscope.metrics.order_statistics import order_statistics
+from gradscope.metrics.order_statistics import nan_median, order_statistics, quantile
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -53,3 +54,14 @@ def test_sums_by_bin(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     places, weights = torch.randint(0, 9, (300,), dtype=torch.uint8), torch.rand(300, dtype=torch.float64)
     slow = [sum(float(w) for p, w in zip(places, weights, strict=True) if p == k) for k in range(12)]
     assert sums_of(places, weights, 12).tolist() == pytest.approx(slow, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quantiles_are_torchs_to_the_bit(size: int, dtype: torch.dtype) -> None:
+    values = torch.randn(50, size, dtype=dtype, generator=torch.Generator().manual_seed(secrets.randbits(32)))
+    holes = values.masked_fill(values > 0.5, math.nan)
+    assert torch.equal(nan_median(holes).nan_to_num(7.0), holes.nanquantile(0.5, dim=1).nan_to_num(7.0))
+    for row in (*values, *holes):
+        for q in (0.0, 0.1, 0.5, 0.9, 1.0):
+            assert torch.equal(quantile(row, q).nan_to_num(7.0), row.quantile(q).nan_to_num(7.0))

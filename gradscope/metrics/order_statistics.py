@@ -1,4 +1,4 @@
-"""The k-th smallest of many numbers, for several k, without a host read; many are not sorted.
+"""The k-th smallest of many numbers, for several k, and quantiles, without a host read; many are not sorted.
 
 A float's bits, with those of negative numbers turned over, order as the numbers do. One count over the upper sixteen bits says in which
 of 65536 bins the k-th number lies, one over the lower sixteen of that bin's numbers which it is: exact, and linear in their number.
@@ -7,6 +7,7 @@ How it can mislead: numbers are taken as fp32, so that wider ones are rounded; a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,22 @@ def order_statistics(values: Tensor, ranks: Sequence[int]) -> Tensor:
         lower = keys & (_BINS - 1)
         found = torch.stack([_kth(upper, lower, cumulative, rank) for rank in ranks])
     return (found ^ ((found >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def quantile(values: Tensor, q: float) -> Tensor:
+    """``torch.quantile`` of values [n], to the bit, [] in their dtype; torch before 2.14 reads ``q`` back from the device."""
+    ordered, place = values.sort().values, q * (len(values) - 1)
+    below = math.floor(place)
+    found = torch.lerp(ordered[below], ordered[min(below + 1, len(values) - 1)], place - below)
+    return torch.where(values.isnan().any(), math.nan, found)
+
+
+def nan_median(values: Tensor) -> Tensor:
+    """``torch.nanquantile`` at 0.5 over the last dimension of values [..., n], to the bit, without a host read."""
+    ordered = values.sort(dim=-1).values
+    last = ((~values.isnan()).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
+    below, above = (ordered.gather(-1, place) for place in (last // 2, (last + 1) // 2))
+    return torch.lerp(below, above, (last % 2).to(values.dtype) / 2).squeeze(-1)
 
 
 def _looked_up(upper: Tensor, keys: Tensor, cumulative: Tensor, ranks: Sequence[int]) -> list[Tensor]:

@@ -40,6 +40,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradscope.metrics.order_statistics import nan_median
 from gradscope.metrics.softmax import negative_log_shares, negatives, per_direction
 from gradscope.quantities import quantities
 from gradscope.types import Head, Reading, Scores, Step
@@ -161,9 +162,9 @@ def _predicted(scores: Scores) -> tuple[Tensor, Tensor]:
 
 def _amplification(x: Tensor, counted: Tensor) -> Tensor:
     """log10 of exp(largest - middle) of an anchor's negatives, median over anchors that have any: []."""
-    middle = torch.nanquantile(x.masked_fill(~counted, math.nan), 0.5, dim=1)  # [N]
+    middle = nan_median(x.masked_fill(~counted, math.nan))  # [N]
     lead = x.masked_fill(~counted, -math.inf).amax(dim=1) - middle
-    return torch.nanquantile(lead, 0.5) / math.log(10.0) + 0.0 * x.sum()
+    return nan_median(lead) / math.log(10.0) + 0.0 * x.sum()
 
 
 def _reading(key: str, value: Tensor, unit: str, term: str = "") -> Reading:

@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from gradscope.metrics.order_statistics import quantile
 from gradscope.quantities import quantities
 from gradscope.types import Reading, Step
 
@@ -40,8 +39,8 @@ class Gap:
             values = {
                 "mean": gap.mean(),
                 "min": gap.min(),
-                "q10": torch.quantile(gap, 0.1),
-                "q50": torch.quantile(gap, 0.5),
+                "q10": quantile(gap, 0.1),
+                "q50": quantile(gap, 0.5),
                 "violated": (gap < tie).double().mean() + 0.0 * gap.mean(),
                 "violated_with_margin": beaten.double().mean() + 0.0 * gap.mean(),
             }

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from gradscope.kernels.largest import places_of_largest
 from gradscope.metrics.duplicates import group_sizes
+from gradscope.metrics.order_statistics import quantile
 from gradscope.metrics.softmax import per_direction
 from gradscope.objectives.margin import remembered_cosines
 from gradscope.quantities import quantities
@@ -105,7 +106,7 @@ def _residuals(head: Head, direction: str, x: Tensor) -> list[Reading]:
     r = torch.sigmoid(x)  # [N]
     values = {
         "mean": r.mean(),
-        "median": torch.quantile(r, 0.5),
+        "median": quantile(r, 0.5),
         "max": r.max(),
         "log10_mean": (torch.logsumexp(F.logsigmoid(x), 0) - math.log(len(x))) / math.log(10.0),
     }
