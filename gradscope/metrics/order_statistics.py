@@ -39,7 +39,7 @@ def order_statistics(values: Tensor, ranks: Sequence[int]) -> Tensor:
 
 
 def quantile(values: Tensor, q: float) -> Tensor:
-    """``torch.quantile`` of values [n], to the bit, [] in their dtype; torch before 2.14 reads ``q`` back from the device."""
+    """``torch.quantile`` of values [n], to rounding, [] in their dtype; torch before 2.14 reads ``q`` back from the device."""
     ordered, place = values.sort().values, q * (len(values) - 1)
     below = math.floor(place)
     found = torch.lerp(ordered[below], ordered[min(below + 1, len(values) - 1)], place - below)
@@ -47,7 +47,7 @@ def quantile(values: Tensor, q: float) -> Tensor:
 
 
 def nan_median(values: Tensor) -> Tensor:
-    """``torch.nanquantile`` at 0.5 over the last dimension of values [..., n], to the bit, without a host read."""
+    """``torch.nanquantile`` at 0.5 over the last dimension of values [..., n], to rounding, without a host read."""
     ordered = values.sort(dim=-1).values
     last = ((~values.isnan()).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
     below, above = (ordered.gather(-1, place) for place in (last // 2, (last + 1) // 2))
