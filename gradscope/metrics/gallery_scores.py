@@ -48,7 +48,7 @@ _ROUNDINGS = 4  # of `nearly`: each factor, the product, and one to spare
 _LARGE = 1e30  # products of norms beyond this may overflow in fp32
 _SMALL = 1 << 14  # a gallery with so few scores is float64 at once: it is done before a trial is
 
-_UNIT = 2.0**-24
+UNIT = 2.0**-24  # rounding of fp32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,7 +177,7 @@ class Tiles:
         largest = norms[0].max(), norms[1].max()
         self.fp32 = products is not None and products.exact and bool(largest[0] * largest[1] < _LARGE)
         n = max(gallery.depth + gallery.parts + 4, 64)
-        gamma = 1.01 * n * _UNIT / (1.0 - n * _UNIT)
+        gamma = 1.01 * n * UNIT / (1.0 - n * UNIT)
         self.errors = gamma * norms[0] * largest[1], gamma * norms[1] * largest[0]
         self.close = _ROUNDINGS / n
         self._whole = bool(gallery.good_image.all()), bool(gallery.good_text.all())

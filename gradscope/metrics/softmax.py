@@ -34,7 +34,8 @@ STRIP = 1 << 18
 #: exp of this is 0 in float64: stands for the logits of -inf, whose product with their weight of 0 would be nan.
 _GONE = -800.0
 
-_LOG2_E = math.log2(math.e)
+#: For exp by exp2, which takes a third of the time in float64.
+LOG2_E = math.log2(math.e)
 
 #: exp of minus this is 1e-261, far from where float64 ends, so that cells 100 below it still have all their digits.
 _RANGE = 600.0
@@ -112,7 +113,7 @@ def _row_sums(logits: Tensor, rows: slice) -> list[Tensor]:
     cells.diagonal(rows.start).fill_(-math.inf)
     top = cells.amax(dim=1, keepdim=True)
     cells -= top.masked_fill(top.isinf(), 0.0)  # no negatives: their sum is 0, not nan; an infinite one: infinite
-    weights = (cells * _LOG2_E).exp2_()  # the exponent's rounding weighs as little as the cells it is large in
+    weights = (cells * LOG2_E).exp2_()  # the exponent's rounding weighs as little as the cells it is large in
     moments = cells.clamp_(min=_GONE).mul_(weights)
     return [top[:, 0], weights.sum(dim=1), moments.sum(dim=1), weights, moments]
 

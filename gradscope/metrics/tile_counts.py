@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradscope.metrics.gallery_scores import CROWDED, GROUP, TIE_TOLERANCE, Tiles
+from gradscope.metrics.gallery_scores import CROWDED, GROUP, TIE_TOLERANCE, UNIT, Tiles
 
-_UNIT = 2.0**-24  # of fp32
 _FEW = 1 / 8  # share of queries, up to which they are counted apart
 _PAUSE = 16  # tiles
 _TINY = 1e-30  # what fp32 products lose where they underflow
@@ -43,7 +42,7 @@ class Levels:
     def of(cls, score: Tensor, error: Tensor) -> Levels:
         """``score`` float64 [Q]; minus infinity (the lost, whose count is nobody's) counts nothing."""
         level = torch.where(torch.isneginf(score), torch.inf, score)
-        wide = error + 2.0 * _UNIT * level.abs() + _TINY  # the thresholds are rounded, too
+        wide = error + 2.0 * UNIT * level.abs() + _TINY  # the thresholds are rounded, too
         low = (level - TIE_TOLERANCE - wide).float().clamp_min(torch.finfo(torch.float32).min)  # above minus infinity
         return cls(level=level, error=error, high=(level + TIE_TOLERANCE + wide).float(), low=low)
 
